@@ -93,8 +93,8 @@ def predicted_cycles(case: MlaCase, rates: Rates = H200) -> float:
 
 
 def predict_gqa(case: gqa.GqaDecodeCase, rates: Rates = H200) -> model.Prediction:
-    """The time of a case."""
-    (spec,) = case.specs(rates.sms)
+    """The time of a case, without what a small kernel before the decode takes."""
+    spec, *_ = case.specs(rates.sms)
     return model.predict_gqa(
         case.bytes_moved, spec.cluster > 1, rates, token_scales=gqa.has_token_scales(case.scales)
     )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from bench import gqa, mla, sink
+from bench import gqa, gqa_blocks, mla, sink
 from bench.run import Case, selected
 
 
@@ -18,7 +18,7 @@ class Section(NamedTuple):
 
 SECTIONS: Final[Mapping[str, Section]] = {
     "mla": Section(mla.CASES, mla.Caches),
-    "gqa": Section(gqa.CASES, gqa.Pool),
+    "gqa": Section((*gqa.CASES, *gqa_blocks.CASES), gqa.Pool),
     "sink": Section(sink.CASES, str),
 }
 

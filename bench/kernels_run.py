@@ -33,6 +33,7 @@ SPEC_MODULES = (
     "cute_kernels.gqa.spec",
     "cute_kernels.gqa.append_spec",
     "cute_kernels.gqa.gather_spec",
+    "cute_kernels.gqa.block_table_spec",
     "cute_kernels.indexer.append_spec",
     "cute_kernels.indexer.score_spec",
     "cute_kernels.indexer.topk_spec",

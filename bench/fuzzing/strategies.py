@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from bench import kernels_run
 from bench.fuzzing.calls import Call, Mode
 from bench.fuzzing.memory import Image, contiguous_stride, padded_stride
+from cute_kernels.gqa.blocks_plan import INDEX_BLOCKS
 from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, Which, scale_shapes
 from cute_kernels.gqa.reference import reference_append
+from cute_kernels.gqa.spec import CLUSTER, GqaDecodeSpec
 from cute_kernels.merge.spec import MergeSpec
 from cute_kernels.mla import spec as mla_spec
 from cute_kernels.mla.plan import EXCHANGES
@@ -27,6 +29,7 @@ from cute_kernels.sink import spec as sink_spec
 from fp8_mla.formats import FORMATS, V3_2
 from tests.kit import covering
 from tests.kit.append_pages import FORMS, append_to
+from tests.kit.block_lists import listed_case
 from tests.kit.compare import Comparison, bits, check_decode
 from tests.kit.gqa_cases import SCALE_NAMES, VALUES, GqaCase, check_gqa, gqa_case
 from tests.kit.latent_cases import FORMS as LATENT_FORMS
@@ -45,6 +48,7 @@ PAGE_SIZES: Final = (1, 2, 16, 61, 64, 576)
 SPLITS: Final = (None, None, None, None, 1, 2, 3, 8, 32, 64, 128, 256)
 SINKS: Final = ("none", "finite", "inf")
 WINDOWS: Final = (None, None, None, 1, 2, 63, 64, 65, 100, 1000, INT32_MAX)
+BLOCK_PAGES: Final = (64, 128, 256)
 LATENT_HEADS: Final = (16, 64)
 """Heads of a CTA: with more the list of kernels would double."""
 MERGES: Final = (
@@ -86,7 +90,20 @@ def kernel_specs() -> list[Any]:
         for rows, n in MERGE_SIZES
     ]
     sinks = [*sink_spec.launched_specs("bfloat16"), *sink_backward_spec.launched_specs("bfloat16")]
-    return list(dict.fromkeys([*kernels_run.shipped_specs(), *covering.all_specs(), *latent, *merges, *sinks]))
+    specs = [*kernels_run.shipped_specs(), *covering.all_specs(), *latent, *merges, *sinks, *_block_specs()]
+    return list(dict.fromkeys(specs))
+
+
+def _block_specs() -> list[GqaDecodeSpec]:
+    """What decodes the tables of `gqa_blocks`."""
+    plain = GqaDecodeSpec("bfloat16", "bfloat16", 128, 16, layout="tokens_first", paged=True)
+    scaled = dataclasses.replace(plain, kv_dtype="int8", k_scales="per_token", v_scales="per_token")
+    return [
+        dataclasses.replace(spec, box_rows=box_rows, cluster=cluster)
+        for spec in (plain, scaled)
+        for box_rows in sorted({min(rows, block) for rows in BLOCK_PAGES for block in INDEX_BLOCKS})
+        for cluster in (1, CLUSTER)
+    ]
 
 
 def one_of(*values: Any) -> st.SearchStrategy[Any]:
@@ -360,9 +377,36 @@ def gqa_decode(draw: st.DrawFn, device: torch.device) -> Call:
     return Call("gqa_decode", arguments, _decode_image(draw, case.q, row.d), DECODE_MODES, oracle)
 
 
+@st.composite
+def gqa_blocks(draw: st.DrawFn, device: torch.device) -> Call:
+    """A decode of lists of blocks, over caches of two kinds."""
+    on_gpu = device.type == "cuda"
+    batch, h_kv, own = draw(_batch(on_gpu)), draw(one_of(1, 2, 4) if on_gpu else one_of(1, 2)), draw(chance(70))
+    page_size, kv_dtype = draw(one_of(*BLOCK_PAGES)), draw(one_of("bf16", "int8"))
+    longest = draw(one_of(1, 64, 130, 300, 700, 5000) if on_gpu else one_of(1, 130, 300))
+    case = listed_case(
+        seqlens=[longest, *draw(_lengths(batch - 1, longest, page_size))], h_q=16 * h_kv,
+        h_kv=h_kv, s_q=draw(one_of(1, 1, 2, 5)), layout=draw(one_of("paged_NHD", "paged_HND")), page_size=page_size,
+        kv_dtype=kv_dtype, values=draw(one_of(*VALUES)), causal=draw(chance(70)), bad_entries=draw(chance(20)),
+        sink="none" if own else draw(one_of(*SINKS)), n=draw(one_of(1, 3, 16, 33, 80)), own=own,
+        index_block=draw(one_of(*INDEX_BLOCKS)), seed=draw(seeds), device=device,
+        padded=draw(st.booleans()) if kv_dtype == "bf16" else False,
+    )  # fmt: skip
+    assert case.block_table is not None and case.cache_seqlens is not None
+    lengths = _extreme(draw, case.cache_seqlens, case.block_table.shape[1] * page_size)
+    case = dataclasses.replace(case, cache_seqlens=lengths)
+    rows = _rows(draw, batch)
+
+    def oracle(values: Mapping[str, torch.Tensor]) -> list[str]:
+        return _problems(check_gqa(values["out"][rows], values["lse"][rows], gqa_rows(case, rows)))
+
+    arguments = {**case.arguments(), "num_splits": draw(one_of(*SPLITS))}
+    return Call("gqa_decode", arguments, _decode_image(draw, case.q, 128), DECODE_MODES, oracle)
+
+
 def gqa_rows(case: GqaCase, rows: Sequence[int]) -> GqaCase:
     """The call for some of its sequences."""
-    names = ["q", "block_table", "cache_seqlens"]
+    names = ["q", "block_table", "cache_seqlens", "indices"]
     names += ["k_cache", "v_cache", "k_scale", "v_scale"] if case.block_table is None else []
     names += ["alibi_slopes"] if case.alibi_slopes is not None and case.alibi_slopes.dim() == 2 else []
     picked = {}
@@ -509,5 +553,6 @@ def sink_problems(case: SinkCase, values: Mapping[str, torch.Tensor]) -> list[st
 
 def calls(device: torch.device) -> st.SearchStrategy[Call]:
     """A call of any operator; decodes are three in four."""
-    shares = ((mla_decode, 9), (gqa_decode, 9), (mla_append, 2), (gqa_append, 2), (merge, 2), (sink_attention, 2))
+    decodes = ((mla_decode, 9), (gqa_decode, 9), (gqa_blocks, 3))
+    shares = (*decodes, (mla_append, 2), (gqa_append, 2), (merge, 2), (sink_attention, 2))
     return one_of(*(make for make, share in shares for _ in range(share))).flatmap(lambda make: make(device))

@@ -20,6 +20,7 @@ from cute_kernels.gqa.gather_op import gather_pages
 from cute_kernels.mla.plan import EXCHANGES
 from cute_kernels.runtime import workspace
 from tests.kit.append_pages import FORMS, AppendPages, slots_for
+from tests.kit.block_lists import listed_case
 from tests.kit.compare import check_decode
 from tests.kit.environments import default_dtype
 from tests.kit.gather_pages import KINDS as GATHERED
@@ -84,8 +85,9 @@ class Calls:
             print(check_decode(out.cpu(), lse.cpu(), name=form, **case.arguments()).require())
 
     def gqa(self, name: str, *, splits: Sequence[int | None] = (None, 1), **options: Any) -> None:
-        """Decode over a K and V cache, against the oracle."""
-        case = gqa_case(**{"seqlens": [0, 1, 65, 300], "h_q": 8, "h_kv": 2, **options})
+        """Decode over a K and V cache, against the oracle; with `n`, of lists of n blocks."""
+        made = listed_case if "n" in options else gqa_case
+        case = made(**{"seqlens": [0, 1, 65, 300], "h_q": 8, "h_kv": 2, **options})
         for num_splits in splits:
             forced: dict[str, Any] = {"num_splits": num_splits}
             out, lse = self.call(cute_kernels.gqa_decode, **_on_gpu(case), **forced, return_lse=True)
@@ -207,6 +209,9 @@ def _gqa(calls: Calls) -> None:
     calls.gqa("bfloat16, window", kv_dtype="bf16", window=100, sink="inf")
     modifiers: dict[str, Any] = {"s_q": 3, "softcap": 15.0, "alibi": "batch", "q_dtype": torch.float16}
     calls.gqa("int8, softcap and ALiBi", **heads, **modifiers)
+    calls.gqa("int8, blocks", **scales, n=3, s_q=2, layout="paged_HND", page_size=16, splits=(None, 1, 3))
+    calls.gqa("bfloat16, many blocks", kv_dtype="bf16", n=40, layout="paged_HND", page_size=128, own=False)
+    calls.gqa("bfloat16, blocks without pages", kv_dtype="bf16", n=3, seqlens=[256, 256], whole=True)
     calls.samples("kv_int8_append")
     calls.samples("kv_append")
     calls.gather()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from cute_kernels.gqa import codes
+from cute_kernels.gqa.blocks_plan import HEADS_SHARE, Strided, VirtualPages, virtual_pages
 from cute_kernels.gqa.layouts import ALIGNMENT, LAYOUTS, CacheLayout, CacheSizes, ScaleKind, cache_sizes, scale_kind
 from cute_kernels.gqa.plan import MAX_S_Q
 from cute_kernels.gqa.request import DECODE, Request
@@ -93,6 +96,8 @@ def check(request: Request) -> None:
         )
     if request["s_aux"] is not None:
         check_tensor("s_aux", request["s_aux"], dtype=torch.float32, shape=(h_q,), device=device, unit_last_stride=True)
+    if request["indices"] is not None:
+        _check_indices(request, layout, sizes)
     if out is not None:
         check_tensor("out", out, dtype=q.dtype, shape=tuple(q.shape), device=device, align=8, unit_last_stride=True)
     if lse is not None:
@@ -100,6 +105,51 @@ def check(request: Request) -> None:
     if device.type != "cpu":
         require_sm90("q", device)
     check_outputs(request)
+
+
+def strided_of(request: Request, layout: CacheLayout, sizes: CacheSizes) -> list[Strided]:
+    """The caches, and those of their scales that have pages, for `virtual_pages`."""
+    axes = {"k_cache": layout.key, "v_cache": layout.value}
+    for name, known in zip(("k_scale", "v_scale"), kinds_of(request, layout, sizes), strict=True):
+        if known is not None and layout.outer in layout.scale_axes(known.granularity):
+            axes[name] = layout.scale_axes(known.granularity)
+    tensors: Any = request
+    return [Strided(name, own, tuple(tensors[name].shape), tensors[name].stride()) for name, own in axes.items()]
+
+
+def pages_of(request: Request, layout: CacheLayout, sizes: CacheSizes) -> VirtualPages:
+    """What a block-sparse call reads the caches as."""
+    indices = request["indices"]
+    assert indices is not None
+    tensors = strided_of(request, layout, sizes)
+    return virtual_pages(layout, sizes, request["index_block"], indices.shape[2], tensors)
+
+
+def _check_indices(request: Request, layout: CacheLayout, sizes: CacheSizes) -> None:
+    """Raises what is wrong with lists of blocks, and what cannot be right beside them."""
+    indices, block = request["indices"], request["index_block"]
+    batch, s_q = request["q"].shape[:2]
+    shape = (batch, s_q, None, None)
+    check_tensor("indices", indices, dtype=torch.int32, shape=shape, device=request["q"].device, unit_last_stride=True)
+    assert indices is not None
+    lists, n = indices.shape[2:]
+    needs = f"1 or {sizes.h_kv} lists of a query token, for all KV heads or one each"
+    require(lists in (1, sizes.h_kv), "indices", f"shape {tuple(indices.shape)}", needs)
+    require(0 < n < 2**30 // block, "indices", f"{n} blocks of {block}", "1 or more, of fewer than 2^30 tokens")
+    positions = "None with indices: the kernel does not see where a key of a list is"
+    require(request["window"] is None, "window", request["window"], positions)
+    require(request["alibi_slopes"] is None, "alibi_slopes", "a tensor", positions)
+    require(request["cache_starts"] is None, "cache_starts", "a tensor", positions)
+    if not layout.paged:
+        got = f"room for {sizes.rows} tokens of a sequence"
+        require(sizes.rows % block == 0, "k_cache", got, f"a multiple of index_block, {block}, with indices")
+    if lists > 1:
+        own = "with indices of each KV head"
+        require(request["s_aux"] is None, "s_aux", "a tensor", f"None {own}")
+        for name, known in zip(("k_scale", "v_scale"), kinds_of(request, layout, sizes), strict=True):
+            shared = known is not None and known.granularity in HEADS_SHARE
+            require(not shared, name, known and known.granularity, f"per_tensor, per_token_head or per_group {own}")
+    pages_of(request, layout, sizes)
 
 
 def check_kind(kind: str | None, k_cache: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cute_kernels.gqa.blocks_plan import DecodeShape, decode_shape
 from cute_kernels.gqa.checks import NAMES, capacity_of, check, check_outputs, kinds_of, sizes_of
 from cute_kernels.gqa.codes import VALUE_KINDS
 from cute_kernels.gqa.layouts import LAYOUTS, CacheLayout, ScaleKind
@@ -43,7 +44,7 @@ class PreparedLaunch(NamedTuple):
 _prepared: PreparedLaunches[tuple[Any, ...], PreparedLaunch] = PreparedLaunches()
 
 
-def _signature(t: torch.Tensor | None) -> tuple[Any, ...] | None:
+def signature(t: torch.Tensor | None) -> tuple[Any, ...] | None:
     """The facts that a compiled kernel does not check of a tensor that it gets as an address."""
     return None if t is None else (t.shape, t.stride(), t.dtype, t.get_device(), t.is_neg())
 
@@ -61,8 +62,8 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     k_scale, v_scale, slopes = request["k_scale"], request["v_scale"], request["alibi_slopes"]
     out, lse, lengths, starts = request["out"], request["lse"], request["cache_seqlens"], request["cache_starts"]
     key = (
-        q.shape, q.dtype, k_cache.shape, k_cache.dtype, v_cache.dtype, _signature(k_scale), _signature(v_scale),
-        _signature(slopes), None if table is None else table.shape[-1], starts is None, q.get_device(),
+        q.shape, q.dtype, k_cache.shape, k_cache.dtype, v_cache.dtype, signature(k_scale), signature(v_scale),
+        signature(slopes), None if table is None else table.shape[-1], starts is None, q.get_device(),
         DECODE.option_key(request), output_key(out), output_key(lse),
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(key, request)
@@ -163,20 +164,24 @@ def _prepare(key: tuple[Any, ...], request: Request) -> PreparedLaunch:
 
 
 def decode_spec(request: Request, num_sms: int = 132) -> GqaDecodeSpec:
-    """The kernel for checked arguments."""
+    """The kernel for checked arguments; with lists of blocks, the one that decodes what they name."""
     layout = LAYOUTS[request["layout"]]
     sizes = sizes_of(request, layout)
     batch, s_q, h_q, _ = request["q"].shape
-    scale = request["k_scale"]
+    scale, indices = request["k_scale"], request["indices"]
+    kinds = kinds_of(request, layout, sizes)
+    shape = DecodeShape(layout, sizes, (batch, s_q, h_q), capacity_of(request, layout, sizes))
+    if indices is not None:
+        shape = decode_shape(layout, sizes, shape.q_shape, request["index_block"], *indices.shape[2:])
     return choose_spec(
-        layout,
-        sizes,
-        q_shape=(batch, s_q, h_q),
+        shape.layout,
+        shape.sizes,
+        q_shape=shape.q_shape,
         q_dtype=NAMES[request["q"].dtype],
         kv_dtype=NAMES[request["k_cache"].dtype],
-        kinds=kinds_of(request, layout, sizes),
+        kinds=kinds,
         scale_dtype="float32" if scale is None else NAMES[scale.dtype],
-        max_keys=capacity_of(request, layout, sizes),
+        max_keys=shape.max_keys,
         num_sms=num_sms,
         num_splits=request["num_splits"],
         alibi=request["alibi_slopes"] is not None,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
+from cute_kernels.gqa import blocks_op
 from cute_kernels.gqa.checks import check
 from cute_kernels.gqa.launch import launch
 from cute_kernels.gqa.reference import reference_gqa_decode
@@ -73,7 +74,8 @@ def gqa_decode(
         DECODE.refuse_gradients(request)
     out, lse = request["out"], request["lse"]
     if isinstance(q, torch.Tensor) and q.is_cuda and not is_traced():
-        out, lse = _decode_on_gpu(request)
+        decode = _decode_on_gpu if request["indices"] is None else _decode_blocks_on_gpu
+        out, lse = decode(request)
         return (out, lse) if return_lse else out
     if not isinstance(q, torch.Tensor) or q.is_nested or q.dim() != 4:
         check(request)
@@ -95,7 +97,7 @@ def check_decode(request: Request) -> None:
 def _run(request: Request) -> None:
     """The operator, for torch.compile and CPU tensors."""
     if request["q"].is_cuda:
-        _decode_on_gpu(request)
+        (_decode_on_gpu if request["indices"] is None else _decode_blocks_on_gpu)(request)
         return
     check(request)
     result, result_lse = reference_gqa_decode(**_of_reference(request))
@@ -106,5 +108,6 @@ def _run(request: Request) -> None:
 
 
 _decode_on_gpu = launch_or_explain(DECODE, launch, check)
+_decode_blocks_on_gpu = launch_or_explain(DECODE, blocks_op.launch, check)
 _of_reference = DECODE.arguments_of(reference_gqa_decode)
 _decode_into = DECODE.register(_run, lambda request: None)

@@ -173,8 +173,9 @@ class VisibleKeys(NamedTuple):
     outer          (n,) int64, sequence or page of each key
     rows           (n,) int64, its place there
     positions      (n,) int64, its position in the sequence, ascending
-    seen           for each query, which of the n keys it sees
+    seen           for each query, which of the n keys it sees; with lists, those of them that are in its list
     own_positions  for each query, its own position; negative if the sequence is shorter than the queries
+    listed         (s_q, 1 or h_kv, n), whether a query's list for a head has the block of each key; None without lists
     """
 
     row: int
@@ -183,6 +184,26 @@ class VisibleKeys(NamedTuple):
     positions: torch.Tensor
     seen: list[slice]
     own_positions: list[int]
+    listed: torch.Tensor | None
+
+    def head_chunks(self, h_kv: int, d: int) -> Iterator[slice]:
+        """Heads of the cache to take at a time: one where they have lists of their own.
+
+        Else as many as let dequantized keys stay within `ELEMENTS_PER_CHUNK`.
+        """
+        step = max(1, ELEMENTS_PER_CHUNK // max(1, len(self.positions) * d))
+        if self.listed is not None and self.listed.shape[1] > 1:
+            step = 1
+        return (slice(start, min(start + step, h_kv)) for start in range(0, h_kv, step))
+
+    def keys_seen(self, query: int, heads: slice) -> slice | torch.Tensor:
+        """Which of the n keys a query sees with some heads of one chunk."""
+        seen = self.seen[query]
+        if self.listed is None:
+            return seen
+        lists = self.listed[query]
+        own = lists[heads.start if len(lists) > 1 else 0, seen]
+        return seen.start + own.nonzero().squeeze(-1)
 
 
 def visible_keys(
@@ -197,6 +218,8 @@ def visible_keys(
     window: int | None,
     device: torch.device,
     cache_starts: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+    index_block: int = 128,
 ) -> Iterator[VisibleKeys]:
     """One item a sequence.
 
@@ -226,13 +249,13 @@ def visible_keys(
             rows = positions % sizes.rows
         borders = torch.searchsorted(positions, positions.new_tensor([begins, ends])).tolist()
         seen = [slice(begin, max(begin, end)) for begin, end in zip(*borders, strict=True)]
-        yield VisibleKeys(row, outer.to(device), rows.to(device), positions.to(device), seen, own_positions)
-
-
-def head_chunks(h_kv: int, keys: int, d: int) -> Iterator[slice]:
-    """Heads of the cache to take at a time, so that dequantized keys stay within `ELEMENTS_PER_CHUNK` if they can."""
-    step = max(1, ELEMENTS_PER_CHUNK // max(1, keys * d))
-    return (slice(start, min(start + step, h_kv)) for start in range(0, h_kv, step))
+        listed = None
+        if indices is not None:
+            blocks, lists = positions // index_block, indices[row].cpu().long()
+            listed = torch.stack([torch.isin(blocks, own) for own in lists.flatten(0, 1)])
+            listed = listed.unflatten(0, lists.shape[:2]).to(device)
+        places = outer.to(device), rows.to(device), positions.to(device)
+        yield VisibleKeys(row, *places, seen, own_positions, listed)
 
 
 def modify_scores(
@@ -272,6 +295,8 @@ def reference_gqa_decode(
     softmax_scale: float | None = None,
     cache_starts: torch.Tensor | None = None,
     kind: str | None = None,
+    indices: torch.Tensor | None = None,
+    index_block: int = 128,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a few queries over a quantized or 16-bit cache; arguments as in `cute_kernels.gqa_decode`.
@@ -297,6 +322,9 @@ def reference_gqa_decode(
         softmax_scale: default d ** -0.5.
         cache_starts: (batch,) integers, the first key of each sequence; below 0 counts as 0. It moves no position.
         kind: "int8_k_int4_v" where values are of uint8, else whatever is right for the dtypes.
+        indices: (batch, s_q, h_kv or 1, n) integers: a query sees no key whose ``position // index_block`` is not
+            among its own n.
+        index_block: tokens of a block.
         dtype: torch.float64 or torch.float32, what is computed in and returned.
 
     Returns:
@@ -332,16 +360,20 @@ def reference_gqa_decode(
         window=window,
         device=q.device,
         cache_starts=cache_starts,
+        indices=indices,
+        index_block=index_block,
     ):
-        for heads in head_chunks(sizes.h_kv, len(work.positions), d):
+        for heads in work.head_chunks(sizes.h_kv, d):
             keys = rearrange(keys_of.take(work.outer, work.rows, heads, dtype), "n h d -> h d n")
             values = rearrange(values_of.take(work.outer, work.rows, heads, dtype), "n h d -> h n d")
-            for query, (seen, own_position) in enumerate(zip(work.seen, work.own_positions, strict=True)):
-                if seen.start == seen.stop:
+            for query, own_position in enumerate(work.own_positions):
+                seen = work.keys_seen(query, heads)
+                distance = work.positions[seen] - own_position
+                if not len(distance):
                     continue
                 scores = grouped[work.row, query, heads] @ keys[..., seen] * scale
                 row_slopes = None if slopes is None else slopes[work.row, heads]
-                scores = modify_scores(scores, work.positions[seen] - own_position, softcap, row_slopes)
+                scores = modify_scores(scores, distance, softcap, row_slopes)
                 row_max = scores.amax(dim=-1, keepdim=True)
                 # A row whose scores are all -inf has no weight to share out: shift it by 0, and its sum is 0.
                 shift = torch.where(row_max == -torch.inf, 0.0, row_max)

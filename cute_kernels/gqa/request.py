@@ -6,6 +6,7 @@ from typing import Annotated, Any, TypedDict
 
 import torch
 
+from cute_kernels.gqa.blocks_plan import INDEX_BLOCKS
 from cute_kernels.gqa.codes import KINDS
 from cute_kernels.gqa.layouts import LAYOUTS
 from cute_kernels.gqa.plan import SOFTCAPS, kernel_softcap
@@ -27,6 +28,11 @@ def _check_kind(name: str, value: object) -> None:
     require(isinstance(value, str), name, kind(value), "a str", TypeError)
     if value not in KINDS:
         fail(name, repr(value), f"one of {', '.join(KINDS)}")
+
+
+def _check_index_block(name: str, value: object) -> None:
+    require(type(value) is int, name, kind(value), "an int", TypeError)
+    require(value in INDEX_BLOCKS, name, value, f"one of {INDEX_BLOCKS}")
 
 
 def _check_window(name: str, value: object) -> None:
@@ -101,6 +107,14 @@ class Options(TypedDict, total=False):
         of which nothing is read but the rest of a tile or page. Negative counts as 0. It moves no position.
     kind: what `kv_append` stored, where the dtypes do not say it: "int8_k_int4_v". Its scales are float32, per token
         and head; see `cute_kernels.gqa.reference.quantize_rotated`.
+    indices: (batch, s_q, h_kv or 1, n) int32, block-sparse attention: of the keys that it sees, a query sees only those
+        whose block ``position // index_block`` is in its list; lists are one for each KV head, or one for all. Any
+        order; -1 and what is no block of the sequence are left out, and a block counts once however often it is listed.
+        Of the last block a query sees the part that is filled. Rows contiguous. Not with window, alibi_slopes or
+        cache_starts; with a list for each of several heads neither s_aux nor scales that heads share (per_head,
+        per_token), and strides of both caches and their scales in the same proportions. Without pages the cache has
+        room for whole blocks. The call copies q, out and lse where their heads are apart.
+    index_block: tokens of a block, 64 or 128.
     """
 
     layout: Annotated[str, Option("BNSH", check=_check_layout, planned=True)]
@@ -119,6 +133,8 @@ class Options(TypedDict, total=False):
     lse: Output
     cache_starts: Later
     kind: Annotated[str | None, Option(check=_check_kind, planned=True, later=True)]
+    indices: Later
+    index_block: Annotated[int, Option(128, check=_check_index_block, planned=True, later=True)]
 
 
 class Request(Inputs, Options, total=False):

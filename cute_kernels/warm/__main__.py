@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from cute_kernels.gqa.blocks_plan import INDEX_BLOCKS
 from cute_kernels.gqa.codes import CODES, KINDS
 from cute_kernels.gqa.layouts import LAYOUTS
 from cute_kernels.indexer.append_spec import SCALE_RULES
@@ -66,6 +67,8 @@ def parser() -> argparse.ArgumentParser:
     gqa.add_argument("--page-size", type=int, default=64, help="(64)")
     gqa.add_argument("--softcap", action="store_true", help="scores are capped")
     gqa.add_argument("--alibi", action="store_true", help="there are ALiBi slopes")
+    gqa.add_argument("--blocks", type=int, default=0, help="of the lists that gqa_decode gets as indices (0: none)")
+    gqa.add_argument("--index-block", type=int, choices=INDEX_BLOCKS, default=128, help="tokens of a block (128)")
     gqa.add_argument("--prefill", action="store_true", help="sink_attention as well, over packed sequences or a batch")
     gqa.add_argument("--windows", type=windows, default=(None,), help="prefill: of the layers, such as none,128 (none)")
     return it
@@ -115,6 +118,8 @@ def shapes_of(options: argparse.Namespace) -> list[Shape]:
             softcap=options.softcap,
             alibi=options.alibi,
             append=not options.no_append,
+            blocks=options.blocks,
+            index_block=options.index_block,
         )
     ]
     if options.prefill:

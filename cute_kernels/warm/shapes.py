@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from cute_kernels.gqa.append_spec import KvAppendSpec, sharing
+from cute_kernels.gqa.block_table_spec import BlockTableSpec
+from cute_kernels.gqa.blocks_plan import INDEX_BLOCKS, DecodeShape, decode_shape
 from cute_kernels.gqa.codes import CODES, KINDS, VALUE_KINDS, WIDENED
 from cute_kernels.gqa.gather_spec import KvGatherSpec
 from cute_kernels.gqa.layouts import GROUP_SIZES, LAYOUTS, CacheSizes, ScaleKind
@@ -126,6 +128,8 @@ class GqaShape:
     softcap      whether scores are capped
     alibi        whether there are ALiBi slopes
     append       whether the model fills a cache of one of the kinds with `kv_append`
+    blocks       of the list that each query token and KV head has (`indices`); 0: no lists
+    index_block  tokens of a block, 64 or 128
     """
 
     heads: int
@@ -141,10 +145,15 @@ class GqaShape:
     softcap: bool = False
     alibi: bool = False
     append: bool = True
+    blocks: int = 0
+    index_block: int = 128
 
     def __post_init__(self) -> None:
         """Raises ValueError for what only `gqa_decode` would see, before a spec is made."""
         _check_heads(self.heads, self.kv_heads)
+        if self.blocks < 0 or self.index_block not in INDEX_BLOCKS:
+            got = f"{self.blocks} of {self.index_block} tokens"
+            raise ValueError(f"blocks: got {got}; needs 0 or more of {' or '.join(map(str, INDEX_BLOCKS))}")
         layout = LAYOUTS.get(self.layout)
         if layout is None:
             raise ValueError(f"layout: got {self.layout!r}; needs one of {', '.join(LAYOUTS)}")
@@ -181,20 +190,28 @@ class GqaShape:
                 raise ValueError(f"query_tokens: got {s_q}; gqa_decode takes up to {MAX_S_Q}")
             for batch in batch_sizes:
                 rows = self.page_size if layout.paged else self.max_tokens
+                sizes = CacheSizes(batch, rows, self.kv_heads, self.head_dim)
+                shape = DecodeShape(layout, sizes, (batch, s_q, self.heads), self.max_tokens)
+                if self.blocks:
+                    shape = decode_shape(
+                        layout, sizes, shape.q_shape, self.index_block, self.kv_heads, self.blocks
+                    )  # fmt: skip
                 yield choose_spec(
-                    layout,
-                    CacheSizes(batch, rows, self.kv_heads, self.head_dim),
-                    q_shape=(batch, s_q, self.heads),
+                    shape.layout,
+                    shape.sizes,
+                    q_shape=shape.q_shape,
                     q_dtype=self.dtype,
                     kv_dtype=self._types[0],
                     v_dtype=VALUE_KINDS.get(self.kv_dtype),
                     kinds=(kind, kind),
                     scale_dtype=scale_dtype,
-                    max_keys=self.max_tokens,
+                    max_keys=shape.max_keys,
                     num_sms=num_sms,
                     alibi=self.alibi,
                     softcap=self.softcap,
                 )
+        if self.blocks:
+            yield BlockTableSpec(layout.paged)
         if self.append and self.kv_dtype in KINDS and kind is not None:
             yield KvAppendSpec.for_launch(
                 dtype=self.dtype,

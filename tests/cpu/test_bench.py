@@ -14,7 +14,22 @@ import pytest
 import torch
 
 import cute_kernels
-from bench import budget, card, cases, ceilings, gqa, kernels_run, mla, peers, records, run, sink, timing, values
+from bench import (
+    budget,
+    card,
+    cases,
+    ceilings,
+    gqa,
+    gqa_blocks,
+    kernels_run,
+    mla,
+    peers,
+    records,
+    run,
+    sink,
+    timing,
+    values,
+)
 from bench.in_layer import Timing
 from bench.peers.offer import Offer
 from bench.progress import Progress
@@ -34,6 +49,7 @@ SMALL: dict[str, Any] = {
     "int8": gqa.GqaDecodeCase(2, 300, "per_token_head", "paged_NHD", 64, lengths=(3, 300)),
     "fp8": gqa.GqaDecodeCase(2, 300, "per_tensor", kv_dtype="fp8", s_q=2),
     "16 bits": gqa.GqaDecodeCase(2, 300, "none", kv_dtype="bf16", window=100),
+    "blocks": gqa_blocks.GqaBlocksCase(2, 512, "none", "paged_HND", 64, "bf16", s_q=2, blocks=3, index_block=64),
     "int8 append": gqa.GqaAppendCase("per_token_head"),
     "forward": sink.SinkAttentionCase(128, 4, 2, 64),
     "backward": sink.SinkAttentionCase(128, 4, 2, 64, backward=True, sink_cost=True),

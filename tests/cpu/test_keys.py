@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cute_kernels.gqa import append_op as kv_append_op
+from cute_kernels.gqa import blocks_op
 from cute_kernels.gqa import launch as gqa_launch
 from cute_kernels.gqa import op as gqa_op
 from cute_kernels.gqa import request as gqa_request
@@ -68,6 +69,16 @@ GQA: Call = {
     "lse": torch.zeros(2, 1, 4),
     "return_lse": False,
 }
+BLOCKS: Call = {
+    **GQA,
+    "k_cache": torch.zeros(3, 2, 128, 64, dtype=BF16),
+    "v_cache": torch.zeros(3, 2, 128, 64, dtype=BF16),
+    "layout": "paged_HND",
+    "cache_seqlens": torch.ones(2, dtype=I32),
+    "block_table": torch.zeros(2, 5, dtype=I32),
+    "indices": torch.zeros(2, 1, 2, 3, dtype=I32),
+    **dict.fromkeys(("k_scale", "v_scale", "alibi_slopes")),
+}
 MLA: Call = {
     **DECODE.defaults,
     "q": torch.zeros(2, 1, 4, 576, dtype=BF16),
@@ -121,6 +132,7 @@ MERGED: Call = {
 }
 CALLS: dict[str, tuple[Any, Call]] = {
     "gqa": (gqa_launch, GQA),
+    "blocks": (blocks_op, BLOCKS),
     "mla": (mla_launch, MLA),
     "dense": (mla_launch, DENSE),
     "latent": (mla_launch, LATENT),
@@ -163,6 +175,21 @@ CHANGES: dict[str, dict[str, Call]] = {
         "fewer tokens": {"k_cache": GQA["k_cache"][:, :, :8]},
         "strides of out": {"out": apart(GQA["out"])},
         "strides of lse": {"lse": apart(GQA["lse"])},
+    },
+    "blocks": {
+        "fewer blocks": {"indices": BLOCKS["indices"][..., :2]},
+        "one list for all heads": {"indices": BLOCKS["indices"][:, :, :1]},
+        "another block": {"index_block": 64},
+        "strides of k_cache": {"k_cache": apart(BLOCKS["k_cache"])},
+        "strides of v_cache": {"v_cache": apart(BLOCKS["v_cache"])},
+        "a scale": {"k_scale": torch.ones(1), "v_scale": torch.ones(1)},
+        "pages of a sequence": {"block_table": BLOCKS["block_table"][:, :4]},
+        "a sink": {"s_aux": torch.zeros(4)},
+        "slopes": {"alibi_slopes": torch.zeros(4)},
+        "starts": {"cache_starts": torch.zeros(2, dtype=I32)},
+        "a window": {"window": 9},
+        "heads of out and tokens": {"out": torch.zeros(2, 4, 1, 64, dtype=BF16)},
+        "dtype of lse": {"lse": torch.zeros(2, 1, 4, dtype=torch.float64)},
     },
     "mla": {
         "lengths": {"topk_length": torch.ones(2, dtype=I32)},
@@ -236,6 +263,10 @@ NONE, LENGTH, LSE = torch.zeros(4), torch.ones(2, dtype=I32), torch.zeros(2, 1, 
 
 
 def prepared_of(name: str, kernel: Kernel) -> Any:
+    if name == "blocks":
+        views = (blocks_op.View("k_cache", (6, 128, 1, 64), (8192, 64, 64, 1)),)
+        rows = torch.zeros(4, 3, dtype=I32)
+        return blocks_op.PreparedLaunch(kernel, "paged_NHD", views, 4, rows, rows[:, 0], LENGTH, set())
     if name == "gqa":
         return gqa_launch.PreparedLaunch(kernel, False, NEED, NONE, LENGTH, LSE, set())
     if name in ("mla", "latent"):
@@ -250,6 +281,7 @@ def prepared_of(name: str, kernel: Kernel) -> Any:
 
 RUN = {
     "gqa": gqa_op._decode_on_gpu,
+    "blocks": gqa_op._decode_blocks_on_gpu,
     "mla": mla_op._decode_on_gpu,
     "latent": mla_op._decode_on_gpu,
     "merge": merge_op._merge_or_explain,
@@ -272,6 +304,7 @@ def inside(name: str, one: str, other: str) -> Call:
 
 
 PAIRS = {
+    "blocks": [("out", "lse"), ("out", "k_cache"), ("lse", "indices"), ("lse", "cache_seqlens")],
     "gqa": [("out", "lse"), *(("out", name) for name in ("k_cache", "v_cache")), ("lse", "alibi_slopes")],
     "mla": [("out", "lse"), ("out", "q"), ("out", "kv_cache"), ("lse", "indices")],
     "latent": [("out", "lse"), ("out", "kv_cache"), ("lse", "indices")],
@@ -288,6 +321,7 @@ def test_a_prepared_launch_compares_addresses(
     """With the same shapes and strides, so that the key is the same."""
     module, call = CALLS[name]
     kernel = Kernel()
+    monkeypatch.setattr(blocks_op, "decode", lambda request: (request["out"], request["lse"]))
     prepare(monkeypatch, module, prepared_of(name, kernel), call)
     RUN[name](call)
     assert kernel.launches == 2

@@ -9,7 +9,7 @@ from tests.kit.bad_input import TABLES
 
 OPERATORS = {
     "mla_fp8_decode": (("mla_fp8_decode, sparse", "mla_fp8_decode, two caches"), ["out", "lse"]),
-    "gqa_decode": (("gqa_decode", "gqa_decode, paged"), ["out", "lse"]),
+    "gqa_decode": (("gqa_decode", "gqa_decode, paged", "gqa_decode, blocks"), ["out", "lse"]),
     "merge_states": (("merge_states",), ["out", "lse"]),
     "mla_fp8_append": (("mla_fp8_append", "mla_fp8_append, planar pages"), ["kv_cache"]),
     "kv_int8_append": (("kv_int8_append",), ["k_cache", "v_cache", "k_scale", "v_scale"]),
@@ -20,7 +20,10 @@ OPERATORS = {
     "sink_attention": (("sink_attention", "sink_attention, packed"), []),
     "sink_attention_backward": (("sink_attention_backward",), []),
 }
-DEFAULTS = {"causal": True, "layout": "BNSH", "deterministic": False, "differentiable": False, "inf_if_empty": False}
+DEFAULTS = {
+    "causal": True, "layout": "BNSH", "deterministic": False, "differentiable": False, "inf_if_empty": False,
+    "index_block": 128,
+}  # fmt: skip
 CASES = [(name, table) for name, (tables, _) in OPERATORS.items() for table in tables]
 
 

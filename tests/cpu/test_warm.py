@@ -13,6 +13,7 @@ import torch
 
 import cute_kernels
 from cute_kernels.gqa import append_op as gqa_append_op
+from cute_kernels.gqa import blocks_op
 from cute_kernels.gqa import checks as gqa_checks
 from cute_kernels.gqa import launch as gqa_launch
 from cute_kernels.gqa import request as gqa_request
@@ -60,7 +61,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     keeps_nothing = types.SimpleNamespace(keep=lambda key, prepared, device: prepared)
     for checks in (mla_checks, mla_append_op, gqa_checks, gqa_append_op):
         monkeypatch.setattr(checks, "require_sm90", lambda name, device: None)
-    for op in (mla_launch, mla_append_op, gqa_launch, gqa_append_op):
+    for op in (mla_launch, mla_append_op, gqa_launch, blocks_op, gqa_append_op):
         monkeypatch.setattr(op, "get_kernel", found.kernel)
         monkeypatch.setattr(op, "_prepared", keeps_nothing)
     monkeypatch.setattr(sink_launch, "get_kernel", found.kernel)
@@ -212,12 +213,14 @@ def gqa_calls(shape: GqaShape, tokens: int) -> Iterator[dict[str, Any]]:
             scale = meta(*scales, dtype=getattr(torch, shape.scale_dtype))
         q = meta(batch, tokens, shape.heads, shape.head_dim, dtype=dtypes["q"])
         lengths = meta(batch, dtype=torch.int32)
+        lists = meta(batch, tokens, shape.kv_heads, shape.blocks, dtype=torch.int32) if shape.blocks else None
         cap = 30.0 if shape.softcap else None
         slopes = meta(shape.heads, dtype=torch.float32) if shape.alibi else None
         yield {
             "q": q, "k_cache": cache, "v_cache": values, "k_scale": scale, "v_scale": scale, "layout": shape.layout,
             "cache_seqlens": lengths, "block_table": table, "softcap": cap, "alibi_slopes": slopes,
-            "kind": shape.kv_dtype if v_dtype is not k_dtype else None,
+            "kind": shape.kv_dtype if v_dtype is not k_dtype else None, "indices": lists,
+            "index_block": shape.index_block,
         }  # fmt: skip
 
 
@@ -232,12 +235,20 @@ def gqa_calls(shape: GqaShape, tokens: int) -> Iterator[dict[str, Any]]:
         GqaShape(32, 8, scales="per_tensor", layout="BNSH", max_tokens=2048, softcap=True, alibi=True),
         GqaShape(32, 8, kv_dtype="fp8_per_token_head"),
         GqaShape(32, 8, kv_dtype="int8_k_int4_v"),
+        GqaShape(64, 4, kv_dtype="bfloat16", page_size=128, blocks=16),
+        GqaShape(64, 4, page_size=128, blocks=16, index_block=64),
+        GqaShape(32, 8, layout="BNSH", max_tokens=2048, blocks=3),
     ],
     ids=str,
 )
 def test_gqa_shapes_name_what_the_op_prepares(asked: Asked, shape: GqaShape, tokens: int) -> None:
     for arguments in gqa_calls(shape, tokens):
-        gqa_launch._prepare((), gqa_request.DECODE.request(**arguments))
+        request = gqa_request.DECODE.request(**arguments)
+        if shape.blocks:
+            prepared = blocks_op._prepare((), request)
+            made = (torch.empty_like(like).contiguous() for like in (prepared.table, prepared.keys))
+            request = blocks_op.decode_request(request, prepared, *made)
+        gqa_launch._prepare((), request)
         if shape.kv_dtype in KINDS:
             new = meta(7, shape.kv_heads, shape.head_dim, dtype=getattr(torch, shape.dtype))
             slots = meta(7, dtype=torch.int64)

@@ -17,7 +17,7 @@ import torch
 
 from cute_kernels import mla_fp8_decode
 from cute_kernels.gqa import append_spec as kv_append_spec
-from cute_kernels.gqa import gather_spec
+from cute_kernels.gqa import block_table_spec, gather_spec
 from cute_kernels.gqa import spec as gqa_spec
 from cute_kernels.indexer import append_spec as index_append_spec
 from cute_kernels.indexer import score_spec, topk_spec
@@ -100,6 +100,7 @@ def kernel_specs(session: pytest.Session) -> list[Any]:
         gqa_spec,
         kv_append_spec,
         gather_spec,
+        block_table_spec,
         index_append_spec,
         score_spec,
         topk_spec,

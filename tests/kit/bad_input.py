@@ -298,6 +298,7 @@ TABLES = {
     "merge_states": Table(merge_states, merge_call, merge_wrong),
     "gqa_decode": Table(gqa_decode, gqa.gqa_call, gqa.gqa_wrong),
     "gqa_decode, paged": Table(gqa_decode, gqa.gqa_paged_call, gqa.gqa_paged_wrong),
+    "gqa_decode, blocks": Table(gqa_decode, gqa.gqa_blocks_call, gqa.gqa_blocks_wrong),
     "kv_int8_append": Table(kv_int8_append, gqa.kv_append_call, gqa.kv_append_wrong, CACHES),
     "kv_append": Table(kv_append, gqa.kv_kind_call, gqa.kv_kind_wrong, CACHES),
     "sink_attention": Table(sink_attention, gqa.sink_call, gqa.sink_wrong, ()),

@@ -52,6 +52,16 @@ def gqa_paged_call(device: str) -> Call:
     return gqa_call(device, "paged_NHD")
 
 
+def gqa_blocks_call(device: str) -> Call:
+    """Pages of two blocks of 64, and a list of two blocks for each of two KV heads."""
+    blocks = {"p": 5, "t": 128}
+    cached = {f"{which}_cache": cache(device, "paged_HND", which, **blocks) for which in ("k", "v")}
+    scales = {name: torch.ones((5, H_KV, 128), dtype=F32, device=device) for name in ("k_scale", "v_scale")}
+    call = {**gqa_paged_call(device), **cached, **scales, "layout": "paged_HND"}
+    call |= dict.fromkeys(("cache_starts", "alibi_slopes", "s_aux"))
+    return {**call, "indices": bad.ints(device, G_BATCH, G_S_Q, H_KV, 2), "index_block": 64}
+
+
 def gqa_wrong(device: str) -> Wrong:
     call, new = gqa_call(device), functools.partial(bad.zeros, device)
     q, heads = call["q"].shape, (G_BATCH, H_Q)
@@ -99,6 +109,7 @@ def gqa_wrong(device: str) -> Wrong:
         **bad.wrong_options(
             layout=("NHD", "bnsh", None, ["BNSH"]), window=bad.WINDOWS, softcap=bad.SOFTCAPS, softmax_scale=bad.SCALES,
             num_splits=(*bad.SPLITS, 257), causal=bad.FLAGS, kind=("int4", 4, ["int8"]),
+            index_block=(32, 8, 256, 0, -64, 64.0, True, None, "128"),
         ),
         "values of bytes without their kind": ("v_cache", {"v_cache": four_bits}),
         "int8 values of another kind": ("v_cache", {"kind": "int8_k_int4_v"}),
@@ -136,6 +147,33 @@ def gqa_paged_wrong(device: str) -> Wrong:
             "layout", {**vllm, "kind": "int8_k_int4_v", "v_cache": vllm["v_cache"].view(U8)},
         ),
         "v_cache of paged_vllm 8 bytes off": ("v_cache", {**vllm, "v_cache": bad.off_by(8, vllm["v_cache"])}),
+    }  # fmt: skip
+
+
+def gqa_blocks_wrong(device: str) -> Wrong:
+    call, lists = gqa_blocks_call(device), (G_BATCH, G_S_Q, H_KV, 2)
+    new, shared = functools.partial(bad.ints, device), bad.ints(device, G_BATCH, G_S_Q, 1, 2)
+    per_head = bad.floats(device, H_KV)
+    rows = {name: value for name, value in gqa_call(device).items() if name not in ("cache_starts", "alibi_slopes")}
+    apart = bad.rows_apart(call["k_scale"].flatten(1), 4)[:, : H_KV * 128].unflatten(1, (H_KV, 128))
+    return {
+        **bad.wrong_tensor(
+            call, "indices", lists[1:], (G_BATCH + 1, *lists[1:]), (G_BATCH, G_S_Q + 1, H_KV, 2),
+            (G_BATCH, G_S_Q, H_Q, 2), (G_BATCH, G_S_Q, 0, 2), (*lists[:3], 0), dtypes=[I64, torch.uint32, F32],
+            spread=True,
+        ),
+        "more blocks than tokens can be numbered": ("indices", new(1, 1, 1, 2**24).expand(*lists[:3], -1)),
+        "indices and a window": ("window", 128),
+        "indices and starts": ("cache_starts", new(G_BATCH)),
+        "indices and slopes": ("alibi_slopes", bad.floats(device, H_Q)),
+        "own lists and sinks": ("s_aux", bad.floats(device, H_Q)),
+        "own lists and scales of heads": ("k_scale", per_head),
+        "own lists and scales of tokens": ("v_scale", bad.floats(device, 5, 128)),
+        "scales further apart than codes": ("v_scale", apart),
+        "own lists of blocks that no page begins": ("v_scale", {"v_scale": apart, "indices": shared}),
+        "room for a part of a block": ("k_cache", {**rows, "s_aux": None, "indices": shared, "index_block": 64}),
+        "lse in the memory of indices": ("lse", bad.sharing(call, "lse", "indices")),
+        "out of the same number of elements": ("out", bad.nans(device, G_BATCH, H_Q, G_S_Q, D)),
     }  # fmt: skip
 
 

@@ -18,7 +18,6 @@ import torch
 from cute_kernels.gqa.layouts import ALIGNMENT, LAYOUTS, CacheLayout, CacheSizes, ScaleKind, Which, scale_shapes
 from cute_kernels.gqa.reference import (
     ScaledCache,
-    head_chunks,
     modify_scores,
     quantize,
     quantize_rotated,
@@ -100,6 +99,8 @@ class GqaCase:
     softmax_scale: float | None = None
     cache_starts: torch.Tensor | None = None
     kind: str | None = None
+    indices: torch.Tensor | None = None
+    index_block: int = 128
 
     def arguments(self) -> dict[str, Any]:
         """All arguments by name, for the decode, the oracle and the emulation."""
@@ -470,6 +471,8 @@ def gqa_yardstick(
     softmax_scale: float | None = None,
     cache_starts: torch.Tensor | None = None,
     kind: str | None = None,
+    indices: torch.Tensor | None = None,
+    index_block: int = 128,
 ) -> Yardstick:
     """The decode in plain arithmetic of q's dtype, which is the output's; arguments as in `reference_gqa_decode`.
 
@@ -508,20 +511,24 @@ def gqa_yardstick(
         window=window,
         device=q.device,
         cache_starts=cache_starts,
+        indices=indices,
+        index_block=index_block,
     ):
         key_errors = noise.new_zeros((sizes.h_kv, len(work.positions)))
-        for heads in head_chunks(sizes.h_kv, len(work.positions), d):
+        for heads in work.head_chunks(sizes.h_kv, d):
             keys = keys_of.take(work.outer, work.rows, heads, q.dtype).float().permute(1, 2, 0)
             dtype = None if token_scales else operand
             values, scales = _value_operands(values_of, work.outer, work.rows, heads, groups, dtype)
             exact = values.double() if scales is None else values.double() * spread_groups(scales.double(), d)
-            for query, (seen, own_position) in enumerate(zip(work.seen, work.own_positions, strict=True)):
-                if seen.start == seen.stop:
+            for query, own_position in enumerate(work.own_positions):
+                seen = work.keys_seen(query, heads)
+                distance = work.positions[seen] - own_position
+                if not len(distance):
                     continue
                 place = work.row, query, heads
                 row_slopes = None if slopes is None else slopes[work.row, heads]
                 scores = queries[place] @ keys[..., seen] * scale
-                scores = modify_scores(scores, work.positions[seen] - own_position, softcap, row_slopes)
+                scores = modify_scores(scores, distance, softcap, row_slopes)
                 row_max = scores.amax(dim=-1, keepdim=True)
                 weights = torch.exp(scores - row_max)
                 row_sum = weights.sum(dim=-1, keepdim=True)

@@ -25,6 +25,7 @@ from cute_kernels import (
 )
 from cute_kernels.compat import flash_mla
 from cute_kernels.sink.reference import reference_sink_attention
+from tests.kit.block_lists import listed_case
 from tests.kit.gqa_cases import FOUR_BITS, gqa_case
 from tests.kit.index_cases import index_call
 from tests.kit.mla_cases import dense_case, generator, latent_tokens, sparse_case
@@ -126,6 +127,12 @@ def _gqa_vllm(device: str) -> dict[str, Any]:
 def _gqa_four_bits(device: str) -> dict[str, Any]:
     return gqa_case(
         seqlens=[40, 90], h_q=8, h_kv=2, d=64, kv_dtype=FOUR_BITS, starts=[0, 7], device=device
+    ).arguments()  # fmt: skip
+
+
+def _gqa_blocks(device: str) -> dict[str, Any]:
+    return listed_case(
+        seqlens=[200, 90, 0], h_q=8, h_kv=2, s_q=2, d=64, layout="paged_HND", page_size=128, n=3, device=device
     ).arguments()  # fmt: skip
 
 
@@ -309,6 +316,7 @@ SAMPLES = {
     "gqa_decode, paged": Sample(_gqa_paged, _decode_gqa_alone),
     "gqa_decode, paged_vllm": Sample(_gqa_vllm, _decode_gqa),
     "gqa_decode, 4-bit values": Sample(_gqa_four_bits, _decode_gqa),
+    "gqa_decode, blocks": Sample(_gqa_blocks, _decode_gqa),
     "kv_int8_append, own scales": Sample(_kv_append, _append_kv),
     "kv_int8_append, given scales": Sample(_kv_append_given, _append_kv),
     "kv_append, 4-bit values": Sample(_kv_append_four_bits, _append_kv),

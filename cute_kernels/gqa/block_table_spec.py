@@ -1,0 +1,31 @@
+"""What is fixed at compile time in the kernel that makes block tables from lists of blocks."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True)
+class BlockTableSpec:
+    """Compile-time facts of :class:`cute_kernels.gqa.kernels.block_table.BlockTableKernel`: constructor argument, key.
+
+    paged  whether the cache has a block table; else each sequence is one page
+    """
+
+    paged: bool
+
+    kernel: ClassVar[str] = "cute_kernels.gqa.kernels.block_table:BlockTableKernel"
+    warps: ClassVar[int] = 4
+
+    def can_implement(self) -> list[str]:
+        """Reasons, in words, why this kernel cannot be built; empty when it can."""
+        return []
+
+    @property
+    def expected(self) -> dict[str, Any]:
+        """What the compiled kernel is held to."""
+        return {"registers": 40, "instructions": ("VOTE", "SHFL.IDX", "STG.E")}
+
+
+def shipped_specs() -> list[BlockTableSpec]:
+    """Every specification that a call can ask for."""
+    return [BlockTableSpec(paged) for paged in (True, False)]

@@ -1,0 +1,162 @@
+"""Launches of `gqa_decode` with lists of blocks: a block table for each list, then a decode of all that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_kernels.gqa.block_table_spec import BlockTableSpec
+from cute_kernels.gqa.blocks_plan import VirtualPages, decode_shape, virtual_view
+from cute_kernels.gqa.checks import capacity_of, check, check_outputs, pages_of, sizes_of, strided_of
+from cute_kernels.gqa.launch import launch as decode
+from cute_kernels.gqa.launch import signature
+from cute_kernels.gqa.layouts import LAYOUTS
+from cute_kernels.gqa.request import DECODE, Request
+from cute_kernels.runtime import memory
+from cute_kernels.runtime.checks import fail
+from cute_kernels.runtime.compile import get_kernel
+from cute_kernels.runtime.launch import PreparedLaunches
+from cute_kernels.runtime.overlap import share_storage
+
+
+class View(NamedTuple):
+    """A cache or its scales as virtual pages."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class PreparedLaunch(NamedTuple):
+    """All that stays the same while the shapes of a call do.
+
+    make_table  the launch of the kernel that makes block tables; None if there is no key or no query
+    layout      of the decode
+    views       of caches and scales
+    rows        sequences of the decode: query tokens x lists
+    table       template of the block table
+    keys        template of the lengths
+    no_length   stands for lengths that are left out
+    apart       see `share_storage`
+    """
+
+    make_table: Callable[..., None] | None
+    layout: str
+    views: tuple[View, ...]
+    rows: int
+    table: torch.Tensor
+    keys: torch.Tensor
+    no_length: torch.Tensor
+    apart: set[tuple[int, ...]]
+
+
+_prepared: PreparedLaunches[tuple[Any, ...], PreparedLaunch] = PreparedLaunches()
+
+
+def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launches a call with `indices`, or raises before any launch; see `gqa.launch`."""
+    given: Any = request
+    q, k_cache, v_cache, indices = request["q"], request["k_cache"], request["v_cache"], given["indices"]
+    out, lse, lengths, pages = request["out"], request["lse"], request["cache_seqlens"], request["block_table"]
+    key = (
+        q.shape, q.dtype, signature(k_cache), signature(v_cache), signature(request["k_scale"]),
+        signature(request["v_scale"]), indices.shape, None if pages is None else pages.shape, lengths is None,
+        q.get_device(), DECODE.option_key(request), out is None or (out.shape, out.dtype),
+        lse is None or (lse.shape, lse.dtype),
+        *(given[name] is None for name in ("s_aux", "alibi_slopes", "cache_starts", "window")),
+    )  # fmt: skip
+    prepared = _prepared.get(key) or _prepare(key, request)
+    if (out is not None or lse is not None) and share_storage(
+        prepared.apart, out, lse, (None if out is q else q, *(given[name] for name in _READ))
+    ):
+        check_outputs(request)
+    if prepared.make_table is None:
+        given = {**given, "indices": None}
+        return decode(given)
+    lengths = prepared.no_length if lengths is None else lengths
+    # the compiled kernel takes unsigned integers for signed ones
+    if any(t is not None and t.dtype is not torch.int32 for t in (indices, lengths, pages)):
+        fail("indices", indices.dtype, "int32", TypeError)
+    table, keys = memory.empty_like(prepared.table), memory.empty_like(prepared.keys)
+    prepared.make_table(indices, pages, lengths, table, keys, 1 if request["causal"] else 0)
+    results = decode(decode_request(request, prepared, table, keys))
+    found = results[0].view(q.shape), results[1].view(q.shape[:3])
+    return _in_place(out, found[0]), _in_place(lse, found[1])
+
+
+def decode_request(request: Request, prepared: PreparedLaunch, table: torch.Tensor, keys: torch.Tensor) -> Request:
+    """The decode of the sequences that a block table and its lengths name."""
+    given: Any = request
+    q, out, lse = request["q"], request["out"], request["lse"]
+    rows, d = prepared.rows, q.shape[3]
+    flat_q = q.reshape(rows, 1, -1, d)
+    found: Any = {
+        **given,
+        **{name: given[name].as_strided(shape, strides) for name, shape, strides in prepared.views},
+        "q": flat_q,
+        "layout": prepared.layout,
+        "cache_seqlens": keys,
+        "block_table": table,
+        "indices": None,
+        "out": flat_q if out is q else None if out is None else out.reshape(rows, 1, -1, d),
+        "lse": None if lse is None else lse.reshape(rows, 1, -1),
+    }
+    return found
+
+
+_READ = tuple(name for name in DECODE.tensors if name not in ("q", *DECODE.written))
+
+
+def _in_place(given: torch.Tensor | None, found: torch.Tensor) -> torch.Tensor:
+    """The result in the caller's tensor; it is there already unless heads of that are apart."""
+    if given is None:
+        return found
+    if given.data_ptr() != found.data_ptr():
+        given.copy_(found)
+    return given
+
+
+def _prepare(key: tuple[Any, ...], request: Request) -> PreparedLaunch:
+    """Plans a call and loads the kernel that makes tables, after all checks."""
+    check(request)
+    q, indices = request["q"], request["indices"]
+    assert indices is not None  # callers have looked
+    layout = LAYOUTS[request["layout"]]
+    sizes = sizes_of(request, layout)
+    batch, s_q, lists, n = indices.shape
+    rows, capacity, device = batch * s_q * lists, capacity_of(request, layout, sizes), q.device
+    pages = pages_of(request, layout, sizes)
+    shape = decode_shape(layout, sizes, (batch, s_q, q.shape[2]), request["index_block"], lists, n)
+    make_table = None
+    if rows and capacity and sizes.outer:
+        make_table = _table_launch(pages, request["index_block"], sizes.rows, sizes.outer, capacity, layout.paged)
+    prepared = PreparedLaunch(
+        make_table,
+        shape.layout.name,
+        tuple(View(t.name, *virtual_view(layout, sizes, pages, t)) for t in strided_of(request, layout, sizes)),
+        rows,
+        memory.template((rows, shape.max_keys // pages.rows), torch.int32, device),
+        memory.template((rows,), torch.int32, device),
+        memory.constants(device).no_length.expand(batch),
+        set(),
+    )
+    return _prepared.keep(key, prepared, device)
+
+
+def _table_launch(
+    pages: VirtualPages, index_block: int, page_size: int, num_pages: int, capacity: int, paged: bool
+) -> Callable[..., None]:
+    """The launch of the kernel that makes tables, by what varies between calls of one shape."""
+    kernel = get_kernel(BlockTableSpec(paged))
+    shifts = [size.bit_length() - 1 for size in (index_block, pages.rows, page_size)]
+    constants = (*shifts, num_pages, *pages.steps)
+
+    def run(
+        indices: torch.Tensor, table: torch.Tensor | None, lengths: torch.Tensor, made: torch.Tensor,
+        keys: torch.Tensor, causal: int,
+    ) -> None:  # fmt: skip
+        kernel(indices, table, lengths, made, keys, capacity, causal, *constants)
+
+    return run

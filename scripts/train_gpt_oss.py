@@ -190,8 +190,8 @@ def in_words(found: dict[str, Any]) -> str:
         f"![loss of every step with {one} attention and with {other}](../img/training_loss.svg)\n\n"
         f"On {found['card']} the mean loss of the last 10 of {len(losses)} steps is {last[0]:.4f} with {one} attention"
         f" and {last[1]:.4f} with {other}. The losses of the first {TOGETHER} steps differ by at most"
-        f" {max(apart[:TOGETHER]):.1e}; later ones by {sum(apart) / len(apart):.1e} on average, because a token near the"
-        " border of two experts may go to the other one, and the runs then have different weights."
+        f" {max(apart[:TOGETHER]):.1e}; later ones by {sum(apart) / len(apart):.1e} on average, because a token near"
+        " the border of two experts may go to the other one, and the runs then have different weights."
     )
 
 

@@ -18,7 +18,7 @@ from cute_kernels.indexer import decode_op
 
 CASES = ((1, 8192, 1), (1, 32_768, 1), (1, 131_072, 1), (1, 2**20, 1), (8, 32_768, 1), (8, 131_072, 1), (64, 8192, 1),
          (64, 32_768, 1), (64, 131_072, 1), (128, 131_072, 1), (64, 32_768, 2), (64, 32_768, 3),
-         (64, 32_768, 4))  # fmt: skip
+         (64, 32_768, 4), (64, 32_768, 8))  # fmt: skip
 """Requests, keys of each, queries of each."""
 HEADS, PAGE_SIZE, POOL_BYTES = 64, 64, 1.35e9
 BYTES_A_US = 3.06e6
@@ -67,8 +67,8 @@ def _whole(call: dict[str, Any]) -> Callable[[], Any]:
 
 def _score(prepared: Any, call: dict[str, Any], rows: torch.Tensor, lengths: torch.Tensor) -> Callable[[], Any]:
     q, seqlens = call["q"].view(torch.uint8), call["cache_seqlens"].unsqueeze(1)
-    arguments = (q, call["weights"], call["k_cache"], call["block_table"], seqlens, rows, lengths, prepared.ctas, 0, 0)
-    return lambda: prepared.score(*arguments)
+    tensors = q, call["weights"], call["k_cache"], call["block_table"], seqlens, rows, lengths
+    return lambda: prepared.score(*tensors, prepared.ctas, 0, 0, 0)
 
 
 def _choose(

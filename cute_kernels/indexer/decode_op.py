@@ -10,7 +10,7 @@ import torch
 from cute_kernels.indexer.append_op import check_index_cache
 from cute_kernels.indexer.reference import index_topk_reference
 from cute_kernels.indexer.request import DECODE, DecodeInputs, DecodeOptions, DecodeRequest
-from cute_kernels.indexer.score_spec import HEADS, PAGE_STEP, ScoreSpec, ctas_a_row
+from cute_kernels.indexer.score_spec import HEADS, PAGE_STEP, ScoreSpec
 from cute_kernels.indexer.topk_op import NUM_SLOTS
 from cute_kernels.indexer.topk_spec import MAX_TOPK, MAX_WIDTH, TopkSpec
 from cute_kernels.runtime import memory
@@ -77,7 +77,7 @@ def index_decode(
 
 
 class PreparedLaunch(NamedTuple):
-    """What stays the same while the shapes of a call do: both kernels, how they share rows, and templates.
+    """What stays the same while the shapes of a call do: both kernels, CTAs of the first, and templates.
 
     slots  tokens of a page of the cache that slots are for, and how many slots there are
     apart  addresses of outputs and inputs that were of several storages
@@ -114,6 +114,7 @@ def _launch(request: DecodeRequest) -> torch.Tensor:
     if (out is not None or logits is not None) and share_storage(prepared.apart, out, logits, read):
         DECODE.check_outputs(request)
     out = memory.empty_like(prepared.out_like) if out is None else out
+    unscored = request["topk"] if logits is None else 0  # queries of no more keys get all of them
     logits = memory.empty_like(prepared.logits_like) if logits is None else logits.flatten(0, 1)
     lengths = memory.empty_like(prepared.lengths_like)
     if k_cache.dtype is not torch.uint8:
@@ -123,7 +124,7 @@ def _launch(request: DecodeRequest) -> torch.Tensor:
     seqlens = seqlens.unsqueeze(1) if seqlens.dim() == 1 else seqlens
     prepared.score(
         q.view(torch.uint8), weights, k_cache, block_table, seqlens, logits, lengths, prepared.ctas, request["first"],
-        request["last"],
+        request["last"], unscored,
     )  # fmt: skip
     table = None if request["return_positions"] else block_table if names is None else names
     prepared.choose(logits, lengths, None, table, out.flatten(0, 1), *prepared.slots)
@@ -164,8 +165,9 @@ def _prepare(key: tuple[Any, ...], request: DecodeRequest) -> PreparedLaunch:
     num_sms = memory.constants(device).num_sms
     has_table = not request["return_positions"]
     choose = TopkSpec.for_launch(rows, width, num_sms, has_table=has_table, has_starts=False)
-    kernels = get_kernel(ScoreSpec(heads)), get_kernel(choose)
-    return _prepared.keep(key, PreparedLaunch(*kernels, ctas_a_row(rows, num_sms), slots, *templates, set()), device)
+    score = ScoreSpec.for_launch(heads, s_q)
+    kernels, ctas = (get_kernel(score), get_kernel(choose)), score.ctas_per_sm * num_sms
+    return _prepared.keep(key, PreparedLaunch(*kernels, ctas, slots, *templates, set()), device)
 
 
 def _do_nothing(*arguments: Any) -> None:
@@ -187,7 +189,6 @@ def check(request: DecodeRequest) -> None:
     (batch, s_q, heads, _), device = q.shape, q.device
     require(heads in HEADS, "q", f"{heads} heads", f"one of {', '.join(map(str, HEADS))}")
     require(1 <= s_q <= MAX_S_Q, "q", f"s_q {s_q}", f"1 to {MAX_S_Q}")
-    require(batch * s_q < 2**16, "q", f"{batch * s_q} queries", "fewer than 65,536")  # rows of the grid
     shape = (batch, s_q, heads)
     check_tensor("weights", request["weights"], dtype=torch.float32, shape=shape, device=device, unit_last_stride=True)
     check_index_cache(k_cache, device)

@@ -3,48 +3,63 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from fp8_mla.formats import INDEX_KEY
+
 HEADS = (16, 32, 64)
 KEYS = 64
 """Of a tile: rows of a wgmma."""
 PAGE_STEP = 16
 """A page has a multiple of so many keys."""
+QUERIES = (1, 2, 4)
+"""Of a CTA. Four of 64 heads take 32 KB of shared memory, so that three CTAs share an SM."""
+SM_BYTES = 227 * 1024
+RESERVED_BYTES = 1024
+"""Shared memory of an SM, and what each CTA takes of it beyond its own."""
 
 
 @dataclass(frozen=True)
 class ScoreSpec:
     """Compile-time facts of :class:`cute_kernels.indexer.kernels.score.ScoreKernel`: constructor argument, cache key.
 
-    heads   of the indexer
-    stages  tiles of keys in shared memory
+    heads    of the indexer
+    queries  of a request that a CTA scores, at most
+    stages   tiles of keys in shared memory
     """
 
     heads: int
+    queries: int = 1
     stages: int = 4
 
     kernel: ClassVar[str] = "cute_kernels.indexer.kernels.score:ScoreKernel"
     threads: ClassVar[int] = 128
-    ctas_per_sm: ClassVar[int] = 4
-    """With 4 stages 42 KB each, so that 100 KB of keys are in flight."""
+
+    @classmethod
+    def for_launch(cls, heads: int, s_q: int) -> "ScoreSpec":
+        """The variant for requests of `s_q` queries."""
+        return cls(heads, next(queries for queries in QUERIES if queries >= min(s_q, QUERIES[-1])))
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = [] if self.heads in HEADS else [f"heads is {self.heads}; known are {HEADS}"]
+        if self.queries not in QUERIES:
+            reasons.append(f"queries is {self.queries}; known are {QUERIES}")
         if not 2 <= self.stages <= 8:
             reasons.append(f"stages is {self.stages}; needs 2 to 8")
         return reasons
 
     @property
+    def ctas_per_sm(self) -> int:
+        """CTAs that share an SM: four, with 100 KB of keys in flight, or as many as fit."""
+        keys, queries = self.stages * KEYS * INDEX_KEY.token_bytes, self.queries * self.heads * (INDEX_KEY.d_qk + 4)
+        return min(4, SM_BYTES // (keys + queries + 16 + RESERVED_BYTES))
+
+    @property
     def expected(self) -> dict[str, Any]:
-        """What the compiled kernel is held to."""
+        """What the compiled kernel is held to: 128 registers let four CTAs of 128 threads share an SM."""
         instructions = ("LDGSTS.E.BYPASS.128", "QGMMA")
         return {"registers": 128, "instructions": instructions}
 
 
-def ctas_a_row(rows: int, num_sms: int) -> int:
-    """CTAs that share the keys of a row: as many as run at the same time, in all."""
-    return max(1, ScoreSpec.ctas_per_sm * num_sms // max(rows, 1))
-
-
 def shipped_specs() -> list[ScoreSpec]:
     """Every specification that a call can ask for."""
-    return [ScoreSpec(heads) for heads in HEADS]
+    return [ScoreSpec(heads, queries) for heads in HEADS for queries in QUERIES]

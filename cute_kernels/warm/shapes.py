@@ -327,8 +327,8 @@ class IndexShape:
             for batch in batch_sizes:
                 rows = batch * s_q
                 yield TopkSpec.for_launch(rows, self.max_tokens, num_sms, has_table=self.slots, has_starts=False)
-        if self.heads is not None:
-            yield ScoreSpec(self.heads)
+            if self.heads is not None:
+                yield ScoreSpec.for_launch(self.heads, s_q)
         if self.append:
             yield IndexAppendSpec(self.scale)
 

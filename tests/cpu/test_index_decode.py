@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cute_kernels import index_decode
-from cute_kernels.indexer.score_spec import ScoreSpec, ctas_a_row, shipped_specs
+from cute_kernels.indexer.score_spec import ScoreSpec, shipped_specs
 from fp8_mla import reference_index_decode, reference_index_logits
 from tests.kit.index_cases import index_call
 
@@ -60,5 +60,10 @@ def test_queries_may_be_bytes_and_compile() -> None:
 
 def test_specifications() -> None:
     assert all(spec.can_implement() == [] for spec in shipped_specs())
-    assert "heads is 8" in ScoreSpec(8).can_implement()[0] and "stages is 1" in ScoreSpec(16, 1).can_implement()[0]
-    assert [ctas_a_row(rows, 132) for rows in (1, 8, 64, 1000)] == [528, 66, 8, 1]
+    assert "heads is 8" in ScoreSpec(8).can_implement()[0] and "queries is 3" in ScoreSpec(16, 3).can_implement()[0]
+    assert "stages is 1" in ScoreSpec(16, 1, 1).can_implement()[0]
+    assert [ScoreSpec.for_launch(64, s_q).queries for s_q in range(1, 9)] == [1, 2, 4, 4, 4, 4, 4, 4]
+
+
+def test_ctas_of_an_sm_fit_its_shared_memory() -> None:
+    assert [ScoreSpec(64, queries).ctas_per_sm for queries in (1, 2, 4)] == [4, 4, 3]

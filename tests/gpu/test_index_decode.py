@@ -117,6 +117,15 @@ def test_lengths_of_each_query() -> None:
     assert torch.equal(out.cpu(), index_decode(**call, topk=64))
 
 
+@pytest.mark.parametrize("topk", [64, 2048])
+def test_many_requests_of_different_lengths(topk: int) -> None:
+    """Shares that begin and end anywhere; 140 groups of queries, some without a key, some that need no scores."""
+    call = index_call([5000, *(37 * i % 133 for i in range(69))], s_q=5, heads=16, exact=True)
+    out, logits = decode(call, topk=topk)
+    assert torch.equal(logits.cpu() + 0.0, reference_index_logits(**call))
+    assert torch.equal(out.cpu(), index_decode(**call, topk=topk))
+
+
 def test_forced_keys_positions_and_another_table() -> None:
     call = index_call([2000, 100, 7], s_q=2, exact=True)
     gen = torch.Generator().manual_seed(0)

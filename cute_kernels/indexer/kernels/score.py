@@ -6,7 +6,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import AddressSpace, Float8E4M3FN, Float32, Int32, Int64, Uint8
+from cutlass import AddressSpace, Float8E4M3FN, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
@@ -17,19 +17,19 @@ from cute_kernels.indexer.score_spec import KEYS, PAGE_STEP, ScoreSpec
 from fp8_mla.formats import INDEX_KEY
 
 D = INDEX_KEY.d_qk
+WARP = 32
 CHUNK = 16  # bytes of a copy
 CHUNKS = D // CHUNK  # of a key
-BLOCKS = KEYS // PAGE_STEP  # of a tile, each within a page
 
 
 class Keys(NamedTuple):
-    """The keys of a row, as one thread copies them.
+    """The keys of a request, as one thread copies them.
 
     cache   address of the first page
     pages   that there are
     apart   bytes from page to page
     size    keys of a page
-    length  keys that the row sees
+    length  keys that any query of the CTA sees
     """
 
     cache: Int64
@@ -39,24 +39,79 @@ class Keys(NamedTuple):
     length: Int32
 
 
+class Queries(NamedTuple):
+    """Neighbouring queries of a request that are scored together, and what one thread sees of them in shared memory.
+
+    request  that they are of
+    first    place of the first one in it
+    count    that there are
+    weights  (queries, 4, heads / 4): those of the columns of a lane are neighbours
+    lengths  how many keys each sees
+    """
+
+    request: Int32
+    first: Int32
+    count: Int32
+    weights: cute.Pointer
+    lengths: cute.Pointer
+
+
+class Divisors(NamedTuple):
+    """Numbers that threads divide by, with what makes that fast; `groups` of queries a request."""
+
+    groups: cute.FastDivmodDivisorV2
+    s_q: cute.FastDivmodDivisorV2
+    page_size: cute.FastDivmodDivisorV2
+
+
+class Problem(NamedTuple):
+    """Arguments of a launch, the same for all threads: see `ScoreKernel.__call__`."""
+
+    mQ: cute.Tensor
+    mWeights: cute.Tensor
+    mCache: cute.Tensor
+    mTable: cute.Tensor
+    mSeqlens: cute.Tensor
+    mLogits: cute.Tensor
+    mLengths: cute.Tensor
+    first: Int32
+    last: Int32
+    unscored: Int32
+    divisors: Divisors
+
+
+class Tiles(NamedTuple):
+    """What tiles are multiplied from and to: wgmma, its fragments, and addresses in shared memory."""
+
+    mma: cute.TiledMma
+    tKeys: cute.Tensor
+    tQ: cute.Tensor
+    key_bytes: Int32
+    q_bytes: Int32
+    scales: cute.Pointer
+
+
 class ScoreKernel:
-    """q (rows, heads, 128) e4m3 over the keys of each row -> logits (rows, width), lengths (rows,), in one launch.
+    """q (batch, s_q, heads, 128) e4m3 over the keys of each request -> logits of all queries and how many each has.
 
     S (64 keys, heads) = K q^T: keys are rows of wgmma, so a thread has two keys and heads / 4 heads of each, whose sum
-    is a chain in registers and two shuffles. A CTA is one warpgroup; four share an SM and hide what others wait for.
-    All threads copy keys by cp.async into a ring, `stages` - 1 tiles ahead:
+    is a chain in registers and two shuffles. A CTA is one warpgroup; three or four share an SM and hide what others
+    wait for. All CTAs of the launch have an equal share of the tiles, from one cut to the next: each scans the lengths
+    for it, so a graph may be replayed with others. A CTA multiplies each tile by up to `queries` queries in turn, so
+    that keys are read once for all of them. All threads copy keys by cp.async into a ring, `stages` - 1 tiles ahead:
 
-    | shared memory | bytes             | 64 heads, 4 stages |
-    |---------------|-------------------|--------------------|
-    | keys          | stages x 8192     | 32768              |
-    | q             | heads x 128       | 8192               |
-    | scales        | stages x 256      | 1024               |
+    | shared memory    | bytes                  | 64 heads, 1 query | 4 queries |
+    |------------------|------------------------|-------------------|-----------|
+    | keys             | stages x 8192          | 32768             | 32768     |
+    | q                | queries x heads x 128  | 8192              | 32768     |
+    | scales           | stages x 256           | 1024              | 1024      |
+    | weights, lengths | queries x heads x 4, 16 | 272              | 1040      |
 
     Barriers: one of the CTA a tile. After it the copies of all threads into this tile are there, and all have read the
-    tile before, whose place the next copies take.
+    tile before, whose place the next copies take. One more where the tiles of other queries begin.
 
-    A tile is 8448 bytes and takes an SM of an H100 some 640 cycles to read; four wgmma of 64 heads take 128, and the
-    two instructions of each product 120 issue slots.
+    A tile is 8448 bytes and takes an SM of an H100 some 640 cycles to read. Its copies take 110 issue slots, a query of
+    64 heads 128 cycles of wgmma and 130 issue slots.
 
     Sums are in DeepGEMM's order: a lane adds its heads of even and of odd columns apart, then both, times the key's
     scale, then the four lanes of a key. max(S, 0) is fmaxf, so a NaN product counts as 0. The keys of a page that the
@@ -68,7 +123,6 @@ class ScoreKernel:
         if reasons:
             raise ValueError(f"{spec}: " + "; ".join(reasons))
         self.spec = spec
-        self.pairs = spec.heads // 8  # pairs of neighbouring heads of a thread
 
     @cute.jit
     def __call__(
@@ -83,6 +137,7 @@ class ScoreKernel:
         ctas: Int32,
         first: Int32,
         last: Int32,
+        unscored: Int32,
         stream: cuda.CUstream,
     ):
         """Launches the kernel.
@@ -90,161 +145,235 @@ class ScoreKernel:
         mQ (batch, s_q, heads, 128) bytes; mWeights (batch, s_q, heads); mCache (num_pages, page_size, 132) bytes,
         planar pages, at least one, whose page size is a multiple of 16; mTable (batch, max_pages); mSeqlens (batch, 1):
         query j sees the first mSeqlens - s_q + 1 + j keys, or (batch, s_q): what each sees. mLogits
-        (batch x s_q, width); mLengths (batch x s_q,). `ctas` share the keys of a row. Its `first` first keys and
-        `last` last ones get +inf.
+        (batch x s_q, width); mLengths (batch x s_q,). `ctas` share all tiles. The `first` first keys that a query sees
+        and the `last` last ones get +inf. Queries of which none sees more than `unscored` keys get no logits.
         """
         spec = self.spec
         k, tile = OperandMajorMode.K, (KEYS, spec.heads, D)
         tiled_mma = sm90.make_trivial_tiled_mma(Float8E4M3FN, Float8E4M3FN, k, k, Float32, (1, 1, 1), tile[:2])
         layouts = (
             sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, spec.stages),
-            sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, 1),
+            sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, spec.queries),
         )
-        batch, s_q = Int32(mQ.shape[0]), Int32(mQ.shape[1])
-        divisors = tuple(cute.fast_divmod_create_divisor_v2(n) for n in (s_q, Int32(mCache.shape[1])))
-        tensors = (mQ, mWeights, mCache, mTable, mSeqlens, mLogits, mLengths)
-        self._kernel(tiled_mma, layouts, tensors, ctas, (first, last), divisors).launch(
-            grid=[ctas, batch * s_q, 1], block=[spec.threads, 1, 1], stream=stream, use_pdl=True
+        s_q = Int32(mQ.shape[1])
+        sizes = ((s_q + (spec.queries - 1)) // spec.queries, s_q, Int32(mCache.shape[1]))
+        divisors = Divisors(*(cute.fast_divmod_create_divisor_v2(n) for n in sizes))
+        problem = Problem(
+            mQ, mWeights, mCache, mTable, mSeqlens, mLogits, mLengths, first, last, unscored, divisors
+        )  # fmt: skip
+        self._kernel(tiled_mma, layouts, problem, ctas, Int32(mQ.shape[0]) * sizes[0]).launch(
+            grid=[ctas, 1, 1], block=[spec.threads, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def _kernel(
-        self, tiled_mma: cute.TiledMma, layouts: tuple, tensors: tuple, ctas: Int32, forced: tuple, divisors: tuple
-    ) -> None:
+    def _kernel(self, tiled_mma: cute.TiledMma, layouts: tuple, problem: Problem, ctas: Int32, groups: Int32) -> None:
         spec = self.spec
-        mQ, mWeights, mCache, mTable, mSeqlens, mLogits, mLengths = tensors
         tid, _, _ = cute.arch.thread_idx()
-        cta, row, _ = cute.arch.block_idx()
+        cta, _, _ = cute.arch.block_idx()
+        lane = tid % WARP
         smem = SmemAllocator()
         sKeys = smem.allocate_tensor(Float8E4M3FN, layouts[0].outer, byte_alignment=1024, swizzle=layouts[0].inner)
         sQ = smem.allocate_tensor(Float8E4M3FN, layouts[1].outer, byte_alignment=1024, swizzle=layouts[1].inner)
         scales = smem.allocate_array(Float32, spec.stages * KEYS, byte_alignment=16)
+        weights = smem.allocate_array(Float32, spec.queries * spec.heads, byte_alignment=16)
+        lengths = smem.allocate_array(Int32, spec.queries, byte_alignment=16)
+        slice_ = tiled_mma.get_slice(tid)
+        tiles = Tiles(
+            tiled_mma,
+            tiled_mma.make_fragment_A(slice_.partition_A(sKeys)),
+            tiled_mma.make_fragment_B(slice_.partition_B(sQ)),
+            Int32(sKeys.iterator.toint()),
+            Int32(sQ.iterator.toint()),
+            scales,
+        )
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()  # what kernels before this one write: q, keys, lengths
-        by_s_q, by_page_size = divisors
-        batch, query = divmod(row, by_s_q)
-        s_q, width = Int32(mQ.shape[1]), Int32(mLogits.shape[1])
-        length = cutlass.min(cutlass.max(mSeqlens[batch, 0], 0), width) - (s_q - 1) + query  # -2^31 does not wrap
+        if cta == 0:
+            for row in cutlass.range(tid, Int32(problem.mLengths.shape[0]), spec.threads, unroll=1):
+                request, query = divmod(row, problem.divisors.s_q)
+                problem.mLengths[row] = self._length(problem, request, query)
+        total = Int32(0)
+        for chunk in cutlass.range(0, groups, WARP, unroll=4):
+            total += self._count_tiles(problem, chunk + lane, groups)
+        total = cute.arch.warp_redux_sync(total, "add")
+        share = (total + (ctas - 1)) // ctas
+        begin, end = cta * share, cutlass.min((cta + 1) * share, total)
+        before = Int32(0)  # tiles of the groups before this chunk of them
+        for chunk in cutlass.range(0, groups, WARP, unroll=1):
+            count = self._count_tiles(problem, chunk + lane, groups)
+            until = count  # tiles of this lane and those below it
+            for step in (1, 2, 4, 8, 16):
+                more = cute.arch.shuffle_sync_up(until, step)
+                until += cutlass.select_(lane >= step, more, Int32(0))
+            start = before + until - count
+            first_tile, end_tile = cutlass.max(begin - start, 0), cutlass.min(end - start, count)
+            left = Int32(cute.arch.vote_ballot_sync(first_tile < end_tile))
+            while left != 0:
+                owner = 31 - Int32(cute.arch.clz(left & -left))
+                request, group = divmod(chunk + owner, problem.divisors.groups)
+                first = group * spec.queries
+                queries = Queries(
+                    request,
+                    first,
+                    cutlass.min(problem.divisors.s_q.divisor - first, spec.queries),
+                    weights,
+                    lengths,
+                )
+                own_first, own_end = cute.arch.shuffle_sync(first_tile, owner), cute.arch.shuffle_sync(end_tile, owner)
+                self._score(problem, queries, tiles, own_first, own_end, tid)
+                left = left & (left - 1)
+            before += cute.arch.shuffle_sync(until, WARP - 1)
+
+    @cute.jit
+    def _length(self, problem: Problem, request: Int32, query: Int32) -> Int32:
+        """How many keys a query sees."""
+        mSeqlens, s_q, width = problem.mSeqlens, problem.divisors.s_q.divisor, Int32(problem.mLogits.shape[1])
+        length = cutlass.min(cutlass.max(mSeqlens[request, 0], 0), width) - (s_q - 1) + query  # -2^31 - 1 wraps around
         if mSeqlens.shape[1] == s_q:  # with one query both mean the same
-            length = mSeqlens[batch, query]
-        length = cutlass.min(cutlass.max(length, 0), width)
-        if cta == 0 and tid == 0:
-            mLengths[row] = length
-        tiles = (length + (KEYS - 1)) // KEYS
-        share = (tiles + (ctas - 1)) // ctas
-        first, end = cta * share, cutlass.min((cta + 1) * share, tiles)
-        if first < end:
-            keys = Keys(
-                mCache.iterator.toint(), Int32(mCache.shape[0]), Int64(mCache.stride[0]), Int32(mCache.shape[1]), length
-            )
-            key_bytes, q_bytes = Int32(sKeys.iterator.toint()), Int32(sQ.iterator.toint())
-            self._copy_query(mQ, (batch, query), q_bytes, tid)
-            weights = cute.make_rmem_tensor((2, self.pairs), Float32)
-            for j in cutlass.range_constexpr(self.pairs):
-                for c in cutlass.range_constexpr(2):
-                    weights[c, j] = mWeights[batch, query, 8 * j + 2 * (tid % 4) + c]
-            pages = cute.make_rmem_tensor((BLOCKS,), Int32)
-            self._load_pages(mTable, batch, first, keys.length, by_page_size, pages)
-            for ahead in cutlass.range_constexpr(spec.stages - 1):
-                if first + ahead < end:
-                    self._copy_keys(keys, pages, first + ahead, Int32(ahead), by_page_size, key_bytes, scales, tid)
-                    self._load_pages(mTable, batch, first + ahead + 1, keys.length, by_page_size, pages)
-                cute.arch.cp_async_commit_group()
-            slice_ = tiled_mma.get_slice(tid)
-            tKeys = tiled_mma.make_fragment_A(slice_.partition_A(sKeys))
-            tQ = tiled_mma.make_fragment_B(slice_.partition_B(sQ))
-            acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((KEYS, spec.heads)), Float32)
-            logits_row = mLogits.iterator.toint() + 4 * Int64(row) * Int64(mLogits.stride[0])
-            stage = Int32(0)
-            for tile in cutlass.range(first, end, unroll=1):
-                cute.arch.cp_async_wait_group(spec.stages - 2)
-                cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.sync_threads()
-                ahead_tile = tile + (spec.stages - 1)
-                if ahead_tile < end:
-                    free = cutlass.select_(stage == 0, Int32(spec.stages - 1), stage - 1)
-                    self._copy_keys(keys, pages, ahead_tile, free, by_page_size, key_bytes, scales, tid)
-                    self._load_pages(mTable, batch, ahead_tile + 1, keys.length, by_page_size, pages)
-                cute.arch.cp_async_commit_group()
+            length = mSeqlens[request, query]
+        return cutlass.min(cutlass.max(length, 0), width)
+
+    @cute.jit
+    def _longest(self, problem: Problem, request: Int32, first: Int32) -> Int32:
+        """How many keys any query of a group sees."""
+        longest = Int32(0)
+        for i in cutlass.range_constexpr(self.spec.queries):
+            query = cutlass.min(first + i, problem.divisors.s_q.divisor - 1)
+            longest = cutlass.max(longest, self._length(problem, request, query))
+        return longest
+
+    @cute.jit
+    def _count_tiles(self, problem: Problem, index: Int32, groups: Int32) -> Int32:
+        """Tiles of a group of queries; 0 of one that does not exist."""
+        count = Int32(0)
+        if index < groups:
+            request, group = divmod(index, problem.divisors.groups)
+            longest = self._longest(problem, request, group * self.spec.queries)
+            if longest > problem.unscored:
+                count = (longest + (KEYS - 1)) // KEYS
+        return count
+
+    @cute.jit
+    def _score(self, problem: Problem, queries: Queries, tiles: Tiles, first: Int32, end: Int32, tid: Int32):
+        """Logits of a group of queries over tiles first, first + 1, ... below end."""
+        spec, mCache, mLogits = self.spec, problem.mCache, problem.mLogits
+        cute.arch.sync_threads()  # all have read the queries before these
+        keys = Keys(
+            mCache.iterator.toint(), Int32(mCache.shape[0]), Int64(mCache.stride[0]), Int32(mCache.shape[1]),
+            self._longest(problem, queries.request, queries.first),
+        )  # fmt: skip
+        page = self._load_page(problem, queries.request, first, keys.length, tid)
+        self._copy_queries(problem.mQ, queries, tiles.q_bytes, tid)
+        self._load_weights(problem, queries, tid)
+        for ahead in cutlass.range_constexpr(spec.stages - 1):
+            if first + ahead < end:
+                self._copy_keys(problem, keys, page, first + ahead, Int32(ahead), tiles, tid)
+                page = self._load_page(problem, queries.request, first + ahead + 1, keys.length, tid)
+            cute.arch.cp_async_commit_group()
+        acc = cute.make_rmem_tensor(tiles.mma.partition_shape_C((KEYS, spec.heads)), Float32)
+        row_bytes = 4 * Int64(mLogits.stride[0])
+        row = queries.request * problem.divisors.s_q.divisor + queries.first
+        logits_rows = mLogits.iterator.toint() + Int64(row) * row_bytes
+        stage = Int32(0)
+        for tile in cutlass.range(first, end, unroll=1):
+            cute.arch.cp_async_wait_group(spec.stages - 2)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_threads()
+            ahead_tile = tile + (spec.stages - 1)
+            if ahead_tile < end:
+                free = cutlass.select_(stage == 0, Int32(spec.stages - 1), stage - 1)
+                self._copy_keys(problem, keys, page, ahead_tile, free, tiles, tid)
+                page = self._load_page(problem, queries.request, ahead_tile + 1, keys.length, tid)
+            cute.arch.cp_async_commit_group()
+            blocks = [(i, i) for i in range(D // 32)]
+            tA = tiles.tKeys[None, None, None, stage]
+            for i in cutlass.range(queries.count, unroll=1):
                 warpgroup.fence()
-                blocks = [(i, i) for i in range(D // 32)]
-                wgmma.issue(tiled_mma, acc, tKeys[None, None, None, stage], tQ[None, None, None, 0], False, blocks)
+                wgmma.issue(tiles.mma, acc, tA, tiles.tQ[None, None, None, i], False, blocks)
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
-                self._store(acc, weights, scales + KEYS * stage, logits_row, tile * KEYS, length, forced, tid)
-                stage = cutlass.select_(stage == spec.stages - 1, Int32(0), stage + 1)
+                logits_row = logits_rows + Int64(i) * row_bytes
+                self._store(acc, problem, queries, i, tiles.scales + KEYS * stage, logits_row, tile * KEYS, tid)
+            stage = cutlass.select_(stage == spec.stages - 1, Int32(0), stage + 1)
 
     @cute.jit
-    def _copy_query(self, mQ: cute.Tensor, place: tuple, q_bytes: Int32, tid: Int32):
-        """Starts the copies of q; they belong to the first group."""
-        batch, query = place
-        row = mQ.iterator.toint() + Int64(batch) * Int64(mQ.stride[0]) + Int64(query) * Int64(mQ.stride[1])
-        for i in cutlass.range_constexpr(self.spec.heads * CHUNKS // self.spec.threads):
-            head, chunk = tid // CHUNKS + i * (self.spec.threads // CHUNKS), tid % CHUNKS
-            source = row + Int64(head) * Int64(mQ.stride[2]) + CHUNK * Int64(chunk)
-            _copy_chunk(_swizzled(q_bytes, head, chunk), source)
+    def _copy_queries(self, mQ: cute.Tensor, queries: Queries, q_bytes: Int32, tid: Int32):
+        """Starts the copies of q; they belong to the first group. The last query stands for those that are lacking."""
+        spec = self.spec
+        start = mQ.iterator.toint() + Int64(queries.request) * Int64(mQ.stride[0])
+        for i in cutlass.range_constexpr(spec.queries * spec.heads * CHUNKS // spec.threads):
+            row, chunk = tid // CHUNKS + i * (spec.threads // CHUNKS), tid % CHUNKS
+            query = queries.first + cutlass.min(row // spec.heads, queries.count - 1)
+            source = start + Int64(query) * Int64(mQ.stride[1]) + Int64(row % spec.heads) * Int64(mQ.stride[2])
+            _copy_chunk(_swizzled(q_bytes, row, chunk), source + CHUNK * Int64(chunk))
 
     @cute.jit
-    def _load_pages(
-        self, mTable: cute.Tensor, batch: Int32, tile: Int32, length: Int32, by_page_size, pages: cute.Tensor
-    ):
-        """Starts the loads of the page numbers of a tile; past the row's last key they are those of that key."""
-        for block in cutlass.range_constexpr(BLOCKS):
-            index, _ = divmod(cutlass.min(tile * KEYS + PAGE_STEP * block, length - 1), by_page_size)
-            pages[block] = mTable[batch, index]
+    def _load_weights(self, problem: Problem, queries: Queries, tid: Int32):
+        """Copies weights to shared memory, in the order in which lanes use them, and lengths."""
+        spec = self.spec
+        for i in cutlass.range_constexpr(-(-spec.queries * spec.heads // spec.threads)):
+            row = tid + i * spec.threads
+            query, head = row // spec.heads, row % spec.heads
+            if query < queries.count:
+                place = query * spec.heads + head % 8 // 2 * (spec.heads // 4) + head // 8 * 2 + head % 2
+                (queries.weights + place).store(problem.mWeights[queries.request, queries.first + query, head])
+        if tid < queries.count:
+            (queries.lengths + tid).store(self._length(problem, queries.request, queries.first + tid))
+
+    @cute.jit
+    def _load_page(self, problem: Problem, request: Int32, tile: Int32, length: Int32, tid: Int32) -> Int32:
+        """Starts the load of the page number of a warp's keys of a tile; past the last key it is that of that key."""
+        position = cutlass.min(tile * KEYS + PAGE_STEP * (tid // WARP), length - 1)
+        index, _ = divmod(position, problem.divisors.page_size)
+        return problem.mTable[request, index]
 
     @cute.jit
     def _copy_keys(
-        self,
-        keys: Keys,
-        pages: cute.Tensor,
-        tile: Int32,
-        stage: Int32,
-        by_page_size,
-        key_bytes: Int32,
-        scales: cute.Pointer,
-        tid: Int32,
+        self, problem: Problem, keys: Keys, page: Int32, tile: Int32, stage: Int32, tiles: Tiles, tid: Int32
     ):
-        """Starts the copies of a tile: of each 16 keys one chunk a thread; and of a scale, by half of the threads."""
-        start = key_bytes + KEYS * D * stage
-        for block in cutlass.range_constexpr(BLOCKS):
-            exists = pages[block] >= 0 and pages[block] < keys.pages
-            page = keys.cache + Int64(cutlass.select_(exists, pages[block], Int32(0))) * keys.apart
-            position = cutlass.min(tile * KEYS + PAGE_STEP * block, (keys.length - 1) // PAGE_STEP * PAGE_STEP)
-            _, offset = divmod(position, by_page_size)
-            key, chunk = PAGE_STEP * block + tid // CHUNKS, tid % CHUNKS
-            source = page + Int64((offset + tid // CHUNKS) * D + CHUNK * chunk)
-            _copy_chunk(_swizzled(start, key, chunk), source)
-            if tid // PAGE_STEP == block:
-                scale = scales + KEYS * stage + tid
-                if exists:
-                    address = page + Int64(keys.size) * D + 4 * Int64(offset + tid % PAGE_STEP)
-                    cute.arch.inline_ptx(
-                        "cp.async.ca.shared.global [{$r0}], [{$r1}], 4;", read_only_args=[Int32(scale.toint()), address]
-                    )
-                else:
-                    scale.store(Float32.nan)
+        """Starts the copies of a tile: each warp's 16 keys are in one page, and neighbours."""
+        warp, lane = cute.arch.make_warp_uniform(tid // WARP), tid % WARP
+        exists = page >= 0 and page < keys.pages
+        start = keys.cache + Int64(cutlass.select_(exists, page, Int32(0))) * keys.apart
+        position = cutlass.min(tile * KEYS + PAGE_STEP * warp, (keys.length - 1) & -PAGE_STEP)
+        _, offset = divmod(position, problem.divisors.page_size)
+        source = start + Int64(offset * D + CHUNK * lane)
+        target = tiles.key_bytes + D * (KEYS * stage + PAGE_STEP * warp)
+        for i in cutlass.range_constexpr(PAGE_STEP * CHUNKS // WARP):
+            row = i * (WARP // CHUNKS) + lane // CHUNKS
+            _copy_chunk(_swizzled(target, row, lane % CHUNKS), source + i * WARP * CHUNK)
+        if lane < PAGE_STEP:
+            scale = tiles.scales + KEYS * stage + PAGE_STEP * warp + lane
+            if exists:
+                address = start + Int64(keys.size * D + 4 * (offset + lane))
+                cute.arch.inline_ptx(
+                    "cp.async.ca.shared.global [{$r0}], [{$r1}], 4;", read_only_args=[Int32(scale.toint()), address]
+                )
+            else:
+                scale.store(Float32.nan)
 
     @cute.jit
     def _store(
         self,
         acc: cute.Tensor,
-        weights: cute.Tensor,
+        problem: Problem,
+        queries: Queries,
+        query: Int32,
         scales: cute.Pointer,
         logits_row: Int64,
         begin: Int32,
-        length: Int32,
-        forced: tuple,
         tid: Int32,
     ):
         """Logits of the two keys that four lanes share; the first two of them store one each."""
         products = wgmma.by_row(acc)
+        own = const_expr(self.spec.heads // 4)
+        weights = cute.make_tensor(queries.weights + own * (4 * query + tid % 4), cute.make_layout(own)).load()
+        length = (queries.lengths + query).load()
         values = []
         for r in cutlass.range_constexpr(2):
             sums = [Float32(0.0), Float32(0.0)]
-            for j in cutlass.range_constexpr(self.pairs):
-                for c in cutlass.range_constexpr(2):
-                    sums[c] += cute.arch.fmax(products[r, 2 * j + c], Float32(0.0)) * weights[c, j]
+            for i in cutlass.range_constexpr(own):
+                sums[i % 2] += cute.arch.fmax(products[r, i], Float32(0.0)) * weights[i]
             value = (sums[0] + sums[1]) * (scales + wgmma.row(tid, r)).load()
             value += cute.arch.shuffle_sync_bfly(value, 1)
             value += cute.arch.shuffle_sync_bfly(value, 2)
@@ -252,9 +381,8 @@ class ScoreKernel:
         position = begin + wgmma.row(tid, 0) + 8 * (tid % 4)
         if tid % 4 < 2 and position < length:
             target = cute.make_ptr(Float32, logits_row + 4 * Int64(position), AddressSpace.gmem, assumed_align=4)
-            first, last = forced
             value = cutlass.select_(tid % 4 == 0, values[0], values[1])
-            if position < first or position >= length - last:
+            if position < problem.first or position >= length - problem.last:
                 value = Float32.inf
             target.store(value)
 
@@ -275,7 +403,7 @@ class ScoreKernel:
         logits = make_fake_tensor(Float32, (rows, width), (cute.sym_int64(), 1), assumed_align=4)
         lengths = make_fake_tensor(Int32, (rows,), (1,), assumed_align=4)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return q, weights, cache, table, seqlens, logits, lengths, *[Int32(1)] * 3, stream
+        return q, weights, cache, table, seqlens, logits, lengths, *[Int32(1)] * 4, stream
 
 
 @cute.jit

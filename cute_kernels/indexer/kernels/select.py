@@ -47,7 +47,8 @@ class Memory(NamedTuple):
     counts      of each warp: cells above, cells between bounds
     listed      of each warp: length of its list, which may be more than fits
     groups      sums of 32 bins, of both histograms
-    found       the crossing bin, how many are above it and in it; also which results are this CTA's
+    found       the crossing bin, how many are above it and in it
+    range       which results are this CTA's: (begin, end)
     """
 
     histograms: cute.Pointer
@@ -59,6 +60,7 @@ class Memory(NamedTuple):
     listed: cute.Pointer
     groups: cute.Pointer
     found: cute.Pointer
+    range: cute.Pointer
 
 
 class TopkKernel:
@@ -192,6 +194,7 @@ class TopkKernel:
             "listed": spec.warps,
             "groups": 2 * GROUPS,
             "found": 4,
+            "range": 2,
         }
         return Memory(**{name: smem.allocate_array(Int32, size, byte_alignment=16) for name, size in words.items()})
 
@@ -234,15 +237,22 @@ class TopkKernel:
         return self._list(row, memory, need, rank, tid)
 
     @cute.jit
-    def _load(self, row: Row, quad: Int32, lane: Int32, keys: cute.Tensor):
-        """Keys (4, VECTORS) of a lane's cells in a quad of the row; `ABSENT` where there is no logit."""
-        raw = cute.make_rmem_tensor((4, VECTORS), Float32)
+    def _load(self, row: Row, quad: Int32, lane: Int32, raw: cute.Tensor):
+        """Starts the load of a lane's cells in a quad of the row, (4, VECTORS) float32."""
         load = cute.make_copy_atom(CopyG2ROp(), Float32, num_bits_per_copy=128)
         last = (row.end - 1) // 4
         for v in cutlass.range_constexpr(VECTORS):
             vector = cutlass.min((quad * VECTORS + v) * WARP + lane, last)
             source = cute.make_ptr(Float32, row.base + 16 * Int64(vector), AddressSpace.gmem, assumed_align=16)
             cute.copy(load, cute.make_tensor(source, cute.make_layout(4)), raw[None, v])
+
+    @cute.jit
+    def _next_keys(self, row: Row, index: Int32, lane: Int32, raw: cute.Tensor, keys: cute.Tensor):
+        """Keys (4, VECTORS) of this warp's next quad from its cells; `ABSENT` where there is no logit.
+
+        Then the load of the quad after it starts.
+        """
+        quad = row.first + index
         for v in cutlass.range_constexpr(VECTORS):
             for j in cutlass.range_constexpr(4):
                 keys[j, v] = bins.ordered(raw[j, v])
@@ -252,16 +262,25 @@ class TopkKernel:
                     cell = quad * QUAD + 4 * (WARP * v + lane) + j
                     exists = cell >= row.begin and cell < row.end
                     keys[j, v] = cutlass.select_(exists, keys[j, v], Int32(bins.ABSENT))
+        if index + 1 < row.quads:
+            self._load(row, quad + 1, lane, raw)
 
     @cute.jit
     def _count(self, row: Row, histogram: Int32, lane: Int32):
-        """Counts the keys of this warp's range in the histogram."""
+        """Counts the keys of this warp's range in the histogram.
+
+        Absent ones count too, in the lowest bin: that changes neither what is above a bin nor the bin that is reached,
+        for there are more keys than wanted. Should it be the lowest, another turn counts what is marked.
+        """
+        raw = cute.make_rmem_tensor((4, VECTORS), Float32)
+        if row.quads > 0:
+            self._load(row, row.first, lane, raw)
         for i in cutlass.range(row.quads, unroll=1):
             keys = cute.make_rmem_tensor((4, VECTORS), Int32)
-            self._load(row, row.first + i, lane, keys)
+            self._next_keys(row, i, lane, raw, keys)
             for v in cutlass.range_constexpr(VECTORS):
                 for j in cutlass.range_constexpr(4):
-                    bins.count(histogram, bins.bin_of(keys[j, v]), keys[j, v])
+                    bins.count(histogram, bins.bin_of(keys[j, v]))
 
     @cute.jit
     def _cross(self, memory: Memory, histogram: Int32, wanted: Int32, tid: Int32):
@@ -341,9 +360,12 @@ class TopkKernel:
         spec = self.spec
         low, high, shift, refine = bounds
         marks = cute.recast_ptr(memory.marks + warp * spec.mark_words, dtype=Uint8)
+        raw = cute.make_rmem_tensor((4, VECTORS), Float32)
+        if row.quads > 0:
+            self._load(row, row.first, lane, raw)
         for i in cutlass.range(row.quads, unroll=1):
             keys = cute.make_rmem_tensor((4, VECTORS), Int32)
-            self._load(row, row.first + i, lane, keys)
+            self._next_keys(row, i, lane, raw, keys)
             for v in cutlass.range_constexpr(VECTORS):
                 byte = (i * VECTORS + v) * WARP + lane
                 above, reached = Int32(0), Int32(0)
@@ -360,7 +382,7 @@ class TopkKernel:
                                 (memory.keys + warp * spec.listed + place).store(keys[j, v])
                                 (memory.places + warp * spec.listed + place).store(8 * byte + j)
                             place += 1
-                            bins.count(counters, (keys[j, v] - low) >> shift, keys[j, v])
+                            bins.count(counters, (keys[j, v] - low) >> shift)
         cute.arch.sync_warp()
 
     @cute.jit
@@ -377,7 +399,7 @@ class TopkKernel:
             if key >= high or key < low:
                 cute.arch.atomic_and(word, ~(Int32(16) << place % 32))
             elif refine != 0:
-                bins.count(counters, (key - low) >> shift, key)
+                bins.count(counters, (key - low) >> shift)
         cute.arch.sync_warp()
 
     @cute.jit
@@ -401,10 +423,10 @@ class TopkKernel:
             cute.arch.cluster_arrive_relaxed()  # this thread reads no more of other CTAs
         if lane == 0:
             if warp == 0:
-                (memory.found + 0).store(above_before + cutlass.min(inside_before, need))
+                (memory.range + 0).store(above_before + cutlass.min(inside_before, need))
             if warp == spec.warps - 1:
                 end = above_before + above + cutlass.min(inside_before + inside, need)
-                (memory.found + 1).store(end)
+                (memory.range + 1).store(end)
         for i in cutlass.range(row.quads, unroll=1):
             word = (marks + WARP * i + lane).load()
             if inside_before >= need:
@@ -432,7 +454,7 @@ class TopkKernel:
                 above_before += all_lanes & 0xFFFF
                 inside_before += all_lanes >> 16
         cute.arch.sync_threads()
-        return (memory.found + 0).load(), (memory.found + 1).load()
+        return (memory.range + 0).load(), (memory.range + 1).load()
 
     @cute.jit
     def _counted_before(self, memory: Memory, warp: Int32, lane: Int32):

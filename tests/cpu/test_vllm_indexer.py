@@ -1,4 +1,4 @@
-"""vLLM's sparse indexer with `index_topk` in it, by modules that ask for kernels as vLLM 0.26 and 0.33 do."""
+"""vLLM's sparse indexer with `index_decode` or `index_topk` in it, in modules that ask as vLLM 0.26 and 0.33 do."""
 
 import types
 from collections.abc import Callable
@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels import index_topk
+from cute_kernels import index_decode, index_topk
 from cute_kernels.integrations.vllm import indexer
-from tests.kit.index_cases import logits_of
+from fp8_mla import reference_index_logits
+from tests.kit.index_cases import index_call, logits_of
 
 LENGTHS, TOPK = [300, 7, 128, 0, 200, 64], 64
 
@@ -136,3 +137,89 @@ def test_a_module_without_kernels_is_left_alone(caplog: pytest.LogCaptureFixture
     module = types.ModuleType("sparse_attn_indexer")
     indexer.change_indexer(module)
     assert "stays as it is" in caplog.text and set(vars(module)) == set(vars(types.ModuleType("m")))
+
+
+def as_scoring(theirs: list[str], module: types.ModuleType, ranks: int = 1) -> Any:
+    """A module that also makes logits, as both versions do."""
+
+    def logits(
+        q: Any, kv_cache: torch.Tensor, weights: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor, meta: Any,
+        max_model_len: int, clean_logits: bool = True,
+    ) -> torch.Tensor:  # fmt: skip
+        theirs.append("logits")
+        return reference_index_logits(
+            q[0], weights.view(q[0].shape[:3]), kv_cache, block_table=table, cache_seqlens=lengths
+        ).flatten(0, 1)[:, :max_model_len]
+
+    changed: Any = module
+    changed.fp8_fp4_paged_mqa_logits, changed.get_dcp_group = logits, lambda: types.SimpleNamespace(world_size=ranks)
+    indexer.change_indexer(changed)
+    indexer.change_indexer(changed)
+    return changed
+
+
+def ask(module: Any, call: dict[str, torch.Tensor], out: torch.Tensor, q_scale: torch.Tensor | None = None) -> None:
+    """Logits of a call, then the choice from them, as vLLM's indexer asks."""
+    lengths, width = call["cache_seqlens"], call["block_table"].shape[1] * 64
+    logits = module.fp8_fp4_paged_mqa_logits(
+        (call["q"], q_scale), call["k_cache"].unsqueeze(2), call["weights"].flatten(0, 1), lengths,
+        call["block_table"], None, max_model_len=width, clean_logits=False,
+    )  # fmt: skip
+    assert logits.shape == (lengths.numel(), width) and logits.stride(0) % 4 == 0 and logits.dtype is torch.float32
+    if hasattr(module, "choose"):
+        module.choose("persistent_topk", logits, lengths, out, None, out.shape[1])
+    else:
+        module.get_indexer_topk("auto")(logits, lengths, lengths.shape[1], out, out.shape[1], width)
+
+
+def scoring_call() -> dict[str, torch.Tensor]:
+    call = index_call([300, 64, 130], s_q=2)
+    call["cache_seqlens"] = torch.tensor([[299, 300], [0, 64], [129, 130]], dtype=torch.int32)
+    return call
+
+
+@pytest.mark.parametrize("version", ["0.26", "0.33"])
+def test_logits_and_choice_in_one(version: str, is_sm90: bool, said: list[str], theirs: list[str]) -> None:
+    module = as_scoring(theirs, as_0_26() if version == "0.26" else as_0_33(theirs))
+    call, out = scoring_call(), torch.full((6, TOPK), -7, dtype=torch.int32)
+    ask(module, call, out)
+    if is_sm90:
+        assert torch.equal(out.view(3, 2, TOPK), index_decode(**call, topk=TOPK, return_positions=True))
+        assert theirs == [] and said == [
+            "the sparse indexer scores and chooses with index_decode: exact, in order of positions"
+        ]
+    else:
+        assert len(theirs) == 2 and theirs[0] == "logits" and (out == -7).all()
+        assert said[0] == "DeepGEMM scores the keys of the sparse indexer: q: got a tensor on cpu; needs an SM90 GPU"
+
+
+@pytest.mark.parametrize("kept", ["scales", "ranks", "weights"])
+def test_logits_that_stay_with_vllm(
+    kept: str, said: list[str], theirs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexer, "is_sm90", lambda device: True)
+    module = as_scoring(theirs, as_0_26(), ranks=2 if kept == "ranks" else 1)
+    call, out = scoring_call(), torch.full((6, TOPK), -7, dtype=torch.int32)
+    if kept == "weights":  # rows of a wider tensor
+        wide = torch.zeros(3, 2, 80)
+        wide[..., :64] = call["weights"]
+        call["weights"] = wide[..., :64]
+    ask(module, call, out, torch.ones(1) if kept == "scales" else None)
+    assert theirs == ["logits"] and "DeepGEMM scores" in said[0] and "chooses with index_topk" in said[1]
+    assert torch.equal(out.view(3, 2, TOPK), index_decode(**call, topk=TOPK, return_positions=True))
+
+
+def test_unmade_logits_are_made_once_for_whoever_reads_them(
+    said: list[str], theirs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an operator of torch; and where `index_decode` refuses the result, whose rows are not contiguous."""
+    monkeypatch.setattr(indexer, "is_sm90", lambda device: True)
+    module = as_scoring(theirs, as_0_26())
+    call, buffer = scoring_call(), torch.full((6, TOPK + 8), -7, dtype=torch.int32)
+    ask(module, call, buffer[:, :TOPK])
+    expected = index_decode(**call, topk=TOPK, return_positions=True)
+    assert theirs == ["logits"] and torch.equal(buffer[:, :TOPK].view(3, 2, TOPK), expected)
+    assert "DeepGEMM scores" in said[0] and "out: got strides" in said[0] and (buffer[:, TOPK:] == -7).all()
+    made = iter([torch.ones(6, 320)])
+    unmade = indexer.Unscored.of(index_decode, lambda: next(made), call["q"], 320)
+    assert (unmade + 1).sum() == 2 * 6 * 320 and (unmade == 1).all()

@@ -1,7 +1,11 @@
-"""vLLM's sparse indexer chooses with `index_topk`: exactly, in ascending order, the same in all tensor-parallel ranks.
+"""vLLM's sparse indexer scores and chooses with `index_decode`, or chooses with `index_topk`.
 
-Decode rows alone: DeepGEMM makes their logits, prompts keep vLLM's kernels. Written against vLLM 0.26, whose indexer
-calls operators of torch, and 0.33, which asks a function for a kernel; imports no vLLM.
+Both choose exactly, in ascending order, the same in all tensor-parallel ranks. Decode rows alone: prompts keep vLLM's
+kernels. Written against vLLM 0.26, whose indexer calls operators of torch, and 0.33, which asks a function for a
+kernel; imports no vLLM.
+
+The indexer asks for logits first and for a choice from them after. Where `index_decode` can do both, the logits that it
+gets are `Unscored`, and the choice makes them.
 """
 
 from __future__ import annotations
@@ -13,12 +17,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
+from cute_kernels.indexer.decode_op import index_decode
 from cute_kernels.indexer.topk_op import index_topk
 from cute_kernels.integrations.hooks import SayOnce, or_original
 from cute_kernels.runtime.arch import is_sm90
 
 logger = logging.getLogger("vllm.cute_kernels")
+LOGITS = "fp8_fp4_paged_mqa_logits"
 GET_TOPK = "get_indexer_topk"
 OPERATORS = ("cooperative_topk", "persistent_topk")
 """Of `torch.ops._C`. Both take logits, lengths, the result, a workspace, topk, and the longest length."""
@@ -38,11 +45,97 @@ class Replaced:
         return getattr(self._original, name)
 
 
+class Unscored(torch.Tensor):
+    """Logits (rows, width) float32 that are not made yet, of what a choice asks for.
+
+    An operator of torch that reads them gets logits of DeepGEMM, made when the first one asks.
+    """
+
+    decode: Callable[..., torch.Tensor]
+    make: Callable[[], torch.Tensor]
+    queries: torch.Size
+
+    @staticmethod
+    def of(
+        decode: Callable[..., torch.Tensor], make: Callable[[], torch.Tensor], q: torch.Tensor, keys: int
+    ) -> Unscored:
+        """Unmade logits of all queries of a call.
+
+        Args:
+            decode: `index_decode` with all that logits follow from.
+            make: returns the logits as DeepGEMM makes them.
+            q: (batch, next_n, heads, 128).
+            keys: of each row, with those that no query sees.
+        """
+        shape = (q.shape[0] * q.shape[1], keys)
+        logits = torch.Tensor._make_wrapper_subclass(Unscored, shape, dtype=torch.float32, device=q.device)
+        logits.decode, logits.make, logits.queries = decode, functools.cache(make), q.shape[:2]
+        return logits
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Calls an operator with logits that are made."""
+        args, kwargs = tree_map(made, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def made(value: Any) -> Any:
+    """The value itself; of unmade logits, those that DeepGEMM makes."""
+    return value.make() if isinstance(value, Unscored) else value
+
+
+def put_off(
+    get_dcp_group: Callable[[], Any],
+    original: Callable[..., torch.Tensor],
+    q: tuple[torch.Tensor, torch.Tensor | None],
+    kv_cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Unmade logits of a call of `fp8_fp4_paged_mqa_logits`.
+
+    Args:
+        get_dcp_group: returns the ranks that share a request's keys.
+        original: what makes logits.
+        q: (batch, next_n, heads, 128) float8_e4m3fn, and None.
+        kv_cache: (pages, page_size, 1, 132) uint8.
+        weights: (batch x next_n, heads) float32.
+        context_lens: (batch, next_n) int32.
+        block_tables: (batch, max_pages) int32.
+        args: of the original alone.
+        kwargs: of the original alone.
+
+    Raises:
+        ValueError: q has scales, so is FP4, ranks share keys, so that their logits are compared, weights are those of
+            another number of queries, or the GPU is not an SM90.
+    """
+    codes, scales = q
+    if scales is not None:
+        raise ValueError("q: got scales beside codes; needs FP8 without")
+    if get_dcp_group().world_size > 1:
+        raise ValueError(f"keys: got {get_dcp_group().world_size} ranks that share a request's; needs one")
+    if not is_sm90(codes.device):
+        raise ValueError(f"q: got a tensor on {codes.device}; needs an SM90 GPU")
+    if weights.numel() != codes[..., 0].numel() or not weights.is_contiguous():
+        raise ValueError(f"weights: got {tuple(weights.shape)} for q {tuple(codes.shape)}; needs one for each head")
+    weights_of_q = weights.view(codes.shape[:3])
+    decode = functools.partial(
+        index_decode, codes, weights_of_q, kv_cache, block_table=block_tables, cache_seqlens=context_lens
+    )
+    make = functools.partial(original, q, kv_cache, weights, context_lens, block_tables, *args, **kwargs)
+    return Unscored.of(decode, make, codes, block_tables.shape[1] * kv_cache.shape[1])
+
+
 def choose(logits: torch.Tensor, seq_lens: torch.Tensor, topk_indices: torch.Tensor, topk: int) -> None:
     """Writes the positions of the highest logits of each row.
 
     Args:
-        logits: (rows, width) float32.
+        logits: (rows, width) float32, made or not.
         seq_lens: int32, one number a row, as (rows,) or (batch, next_n).
         topk_indices: (rows, topk) int32, where to write.
         topk: how many.
@@ -56,18 +149,46 @@ def choose(logits: torch.Tensor, seq_lens: torch.Tensor, topk_indices: torch.Ten
         raise ValueError(f"seq_lens: got {tuple(seq_lens.shape)} for {rows} rows of logits; needs one for each")
     if not is_sm90(logits.device):
         raise ValueError(f"logits: got a tensor on {logits.device}; needs an SM90 GPU")
-    index_topk(logits, seq_lens.reshape(rows), topk, out=topk_indices)
+    if isinstance(logits, Unscored):
+        try:
+            logits.decode(topk=topk, return_positions=True, out=topk_indices.view(*logits.queries, -1))
+            say_once("the sparse indexer scores and chooses with index_decode: exact, in order of positions")
+            return
+        except (TypeError, ValueError) as error:
+            say_once(f"DeepGEMM scores the keys of the sparse indexer: {error}")
+    index_topk(made(logits), seq_lens.reshape(rows), topk, out=topk_indices)
     say_once("the sparse indexer chooses with index_topk: exact, in order of positions")
 
 
 def change_indexer(module: types.ModuleType) -> None:
-    """Puts `choose` where the indexer of decode rows asks for a kernel."""
+    """Puts `choose` where the indexer of decode rows asks for a kernel, and `put_off` where it asks for logits."""
     if hasattr(module, GET_TOPK):
         _change_function(module)
     elif isinstance(getattr(module, "torch", None), types.ModuleType):
         _change_operators(module)
     elif not isinstance(getattr(module, "torch", None), Replaced):
         logger.warning("cute-kernels: the sparse indexer stays as it is: %s has no kernels to replace", module.__name__)
+        return
+    _change_logits(module)
+
+
+def _change_logits(module: types.ModuleType) -> None:
+    """Changes the function that makes the logits of decode rows. Without the name they are made as before."""
+    original = getattr(module, LOGITS, None)
+    if original is None or hasattr(original, "__wrapped__"):
+        return
+
+    def logits(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return put_off(module.get_dcp_group, original, *args, **kwargs)
+
+    def say(reason: str) -> None:
+        say_once(f"DeepGEMM scores the keys of the sparse indexer: {reason}")
+
+    @functools.wraps(original)
+    def unscored(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return or_original(logits, original, say, *args, **kwargs)
+
+    setattr(module, LOGITS, unscored)
 
 
 def _change_function(module: types.ModuleType) -> None:
@@ -78,7 +199,10 @@ def _change_function(module: types.ModuleType) -> None:
 
     @functools.wraps(get)
     def get_indexer_topk(*args: Any, **kwargs: Any) -> Any:
-        original = get(*args, **kwargs)
+        kernel = get(*args, **kwargs)
+
+        def original(*arguments: Any, **named: Any) -> Any:
+            return kernel(*tree_map(made, arguments), **tree_map(made, named))
 
         def topk(
             logits: torch.Tensor, seq_lens: torch.Tensor, next_n: int, topk_indices: torch.Tensor, topk_tokens: int,
@@ -102,7 +226,7 @@ def _change_operators(module: types.ModuleType) -> None:
             choose(logits, seq_lens, topk_indices, topk_tokens)
 
         def original(*args: Any) -> Any:
-            return getattr(torch.ops._C, name)(*args)
+            return getattr(torch.ops._C, name)(*tree_map(made, args))
 
         return functools.partial(or_original, topk, original, _stays)
 

@@ -11,6 +11,7 @@ class NamedBarrier(IntEnum):
     """Barrier 0 is that of all threads of the CTA."""
 
     CONSUMERS = 1  # all consumer warps: Q, or results of the warps, change hands
+    TEAM = 2  # the warps of team 0: parts of S change hands; team i has barrier TEAM + i
 
 
 class GqaPipelines(NamedTuple):

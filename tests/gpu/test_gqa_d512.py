@@ -17,7 +17,9 @@ from tests.kit.bits import require_same_bits_each_time
 from tests.kit.gqa_cases import VALUES
 from tests.kit.mla_cases import ragged_lengths
 
-GEMMA: tuple[dict[str, Any], ...] = tuple({"h_q": h_q, "h_kv": h_kv} for h_q, h_kv in ((32, 4), (16, 2), (16, 1), (8, 2)))
+GEMMA: tuple[dict[str, Any], ...] = tuple(
+    {"h_q": h_q, "h_kv": h_kv} for h_q, h_kv in ((32, 4), (16, 2), (16, 1), (8, 2))
+)
 """Heads of the global layers of Gemma 4."""
 CACHES: tuple[dict[str, Any], ...] = (
     {},

@@ -179,8 +179,6 @@ E4M3_MAX: Final = 448.0
 E4M3_MIN_SCALE: Final = 1e-6
 INT4_MAX: Final = 15
 INT4_MIN_SCALE: Final = 1e-6
-ROTATED_D: Final = 256
-"""Elements of the longest vector that is rotated: one for each bit of `FLIPPED`."""
 ROTATED_MAX: Final = 2.0**118
 """Sizes beyond it count as it before a rotation, so that neither sums of 256 nor their differences overflow."""
 FLIPPED: Final = 0x5DFBC5FCDF467B754503BBEB55B747E9480ABC759BBC2937F7FCA4E9A8CA6F2

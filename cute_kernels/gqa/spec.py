@@ -3,11 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
-from cute_kernels.gqa.codes import CODES, DTYPES, KINDS, ROTATED, ROTATED_D, SCALE_DTYPES, WIDENED, Codes
+from cute_kernels.gqa.codes import CODES, DTYPES, KINDS, ROTATED, SCALE_DTYPES, WIDENED, Codes
 from cute_kernels.gqa.layouts import (
     GROUP_SIZES,
     HEAD_DIMS,
     KERNEL_LAYOUTS,
+    ROTATED_DIMS,
     X_PACKED,
     Which,
     is_kernel_layout,
@@ -103,8 +104,8 @@ class GqaDecodeSpec:
             reasons.append(
                 f"v_dtype is {self.v_dtype}; it goes with int8 keys and float32 scales of tokens, not packed"
             )
-        elif self.rotated and self.d > ROTATED_D:
-            reasons.append(f"d is {self.d}; a rotated vector has at most {ROTATED_D} elements")
+        elif self.rotated and self.d not in ROTATED_DIMS:
+            reasons.append(f"d is {self.d}; that of a rotated vector is one of {ROTATED_DIMS}")
         elif self.v_dtype is not None and not self.rotated:
             reasons.append(f"v_dtype is {self.v_dtype}; it is None or {', '.join(ROTATED)}")
         if self.d not in HEAD_DIMS:
@@ -323,7 +324,7 @@ def shipped_specs() -> list[GqaDecodeSpec]:
         replace(plain, d=64, columns=16, layout="tokens_first", paged=True, box_rows=1),
         GqaDecodeSpec(fp16, fp16, 256, 8, layout="x_packed", paged=True, box_rows=32, warps=4),
         replace(token, d=512, layout="tokens_first", paged=True, box_rows=32, scale_dtype="float32"),
-        replace(token, d=512, columns=16, cluster=CLUSTER, scale_dtype="float32"),
+        replace(token, d=512, columns=16, cluster=CLUSTER, scale_dtype="float32", box_rows=32),
         replace(head, d=512, kv_dtype=fp8, layout="x_packed", paged=True, box_rows=16),
         GqaDecodeSpec(bf16, bf16, 512, 8, layout="tokens_first", paged=True, box_rows=32),
     ]

@@ -10,7 +10,7 @@ import torch
 from cute_kernels import gqa_decode, kv_append
 from cute_kernels.gqa.append_spec import PER_TOKEN_HEAD, KvAppendSpec
 from cute_kernels.gqa.codes import KINDS
-from cute_kernels.gqa.layouts import HEAD_DIMS, LAYOUTS, CacheSizes, ScaleKind, scale_shapes
+from cute_kernels.gqa.layouts import HEAD_DIMS, LAYOUTS, ROTATED_DIMS, CacheSizes, ScaleKind, scale_shapes
 from cute_kernels.gqa.reference import reference_append
 from tests.gpu.test_gqa_append import DTYPES, random_tokens, sizes_for, slots_for
 from tests.kit.gqa_cases import GqaCase, check_gqa
@@ -25,8 +25,8 @@ CASES = [
 
 
 def dims_of(kind: str) -> tuple[int, ...]:
-    """Head dimensions of a kind: a rotated vector has 256 elements at most."""
-    return HEAD_DIMS[:3] if kind == "int8_k_int4_v" else HEAD_DIMS
+    """Head dimensions of a kind."""
+    return ROTATED_DIMS if kind == "int8_k_int4_v" else HEAD_DIMS
 
 
 def kernel_specs() -> list[KvAppendSpec]:
@@ -36,7 +36,7 @@ def kernel_specs() -> list[KvAppendSpec]:
         KvAppendSpec.for_launch(dtype=dtype, d=d, h_kv=2, kind=kind, x_packed=x_packed, **scales)
         for kind, d, dtype in itertools.product(NEW_KINDS, HEAD_DIMS, ("bfloat16", "float16"))
         for x_packed in (False, True)
-        if not (kind == "int8_k_int4_v" and (x_packed or d == 512))
+        if d in dims_of(kind) and not (kind == "int8_k_int4_v" and x_packed)
     ]
 
 

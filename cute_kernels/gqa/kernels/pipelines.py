@@ -18,7 +18,7 @@ class GqaPipelines(NamedTuple):
     """Edges between the roles.
 
     kv      key tiles, from the load and scale warps to the consumers
-    warp_o  O of each warp, which consumers read in the epilogue of a sequence; tiles are sequences
+    warp_o  O of each team of warps, which consumers read in the epilogue of a sequence; tiles are sequences
     """
 
     kv: Pipeline

@@ -27,14 +27,14 @@ SCALED = {INT8: "int8", FP8_SCALED: "fp8_per_token_head"}
 """Caches with a scale for each token and head: vLLM's name, and the kind of `kv_append`."""
 CODES = {INT8: torch.int8, FP8_SCALED: torch.float8_e4m3fn}
 SCALE_BYTES = 4
-HEAD_DIMS, PREFILL_HEAD_DIMS = (64, 128, 256), (64, 128)
+PREFILL_HEAD_DIMS = (64, 128)
 MAX_QUERIES = MAX_S_Q
 """Query tokens of a request that count as decoding."""
 FP8_MAX = 448.0
 COPY_BYTES = 256 << 20
 """Of the keys and values that prompts have as 16-bit numbers at one time: 65,536 tokens of 8 heads of 128."""
-FLASH_ATTENTION = 3
-"""The version that prompts run on: the one that is made for Hopper."""
+FLASH_ATTENTION, FLASH_HEAD_DIM = 3, 256
+"""The version that prompts run on, the one that is made for Hopper, and the largest head dimension that it has."""
 
 
 class CacheViews(NamedTuple):

@@ -13,8 +13,8 @@ Scales of groups multiply partial sums of S, and P once a group. So dequantizati
 Q is scaled by a power of two per row, so that float16 holds it whatever its size; S is scaled back in float32.
 
 Roles (384 threads; 160 without warps 9 to 11 and with tiles of 64 keys where a token has 512 bytes)
-  warp 0..7   consumers, 200 registers: 16 keys of each tile, or of it a part of d (consumer.py: load_q.py, qk.py, softmax.py, pv.py,
-              spread_nan.py), then the results (epilogue.py, merge.py)
+  warp 0..7   consumers, 200 registers: 16 keys of each tile, or a part of d of them (consumer.py: load_q.py, qk.py,
+              softmax.py, pv.py, spread_nan.py), then the results (epilogue.py, merge.py)
   warp 8      load, 104 registers: TMA copies of K and V, `stages` tiles ahead (load.py)
   warp 9..11  scales of tokens, where there are any (scales.py)
 

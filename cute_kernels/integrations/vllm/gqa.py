@@ -417,7 +417,8 @@ def _flash_attention(head_dim: int, alibi: bool, sinks: torch.Tensor | None) -> 
     Prompts of other layers, as those with heads of 512, run on the class that ours extends.
     """
     version = fa_utils.get_flash_attn_version(requires_alibi=alibi, head_size=head_dim)
-    if version != FLASH_ATTENTION or head_dim > FLASH_HEAD_DIM or (sinks is not None and sinks.dtype is not torch.bfloat16):
+    other_sinks = sinks is not None and sinks.dtype is not torch.bfloat16
+    if version != FLASH_ATTENTION or head_dim > FLASH_HEAD_DIM or other_sinks:
         return None
     found: Callable[..., Any] = fa_utils.flash_attn_varlen_func
     return found

@@ -186,7 +186,7 @@ def test_kernels_stay_few():
     """Each kernel of `gqa_decode` compiles for 2.2 s; those of `mla_fp8_decode` ship anyway."""
     specs = covering.all_specs()
     assert len(set(specs)) == len(specs)
-    assert len(set(specs) - {*shipped_mla_specs(), *shipped_crossover_specs()}) <= 160
+    assert len(set(specs) - {*shipped_mla_specs(), *shipped_crossover_specs()}) <= 250
 
 
 @pytest.mark.parametrize("row", [*GQA_ROWS[::12], *MLA_ROWS[::12]], ids=lambda row: f"{type(row).__name__}{row.seed}")

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.gqa.layouts import HEAD_DIMS
 from cute_kernels.gqa.op import gqa_decode
 from cute_kernels.gqa.plan import MAX_S_Q, kernel_softcap
 from cute_kernels.runtime.arch import is_sm90
@@ -38,7 +37,7 @@ except ImportError as error:
 
 __all__ = ["NAME", "CuteInt8Cache", "CuteMlaCache", "cute_attention", "cute_mask"]
 
-PREFILL_HEAD_DIMS = (64, 128)
+DECODE_HEAD_DIMS, PREFILL_HEAD_DIMS = (64, 128, 256, 512), (64, 128)
 
 
 # ---- attention
@@ -195,7 +194,7 @@ def refusal(call: _Request) -> str | None:
         return f"device {q.device}: kernels need an SM90 GPU (H100, H200)"
     # reasons name no number of tokens: each is one warning
     where = f"up to {MAX_S_Q} query tokens" if call.decodes else f"more than {MAX_S_Q} query tokens, or gradients"
-    known = HEAD_DIMS if call.decodes else PREFILL_HEAD_DIMS
+    known = DECODE_HEAD_DIMS if call.decodes else PREFILL_HEAD_DIMS
     v_dim = call.v.shape[-1] * (2 if call.v.dtype is torch.uint8 else 1)  # pairs of 4-bit codes
     if v_dim != d or d not in known:
         return f"head dimensions {d} and {v_dim} with {where}: kernels take {known}"

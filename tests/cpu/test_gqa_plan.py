@@ -288,6 +288,15 @@ def test_columns_and_warps_of_kernels_can_be_built():
     assert all(spec.can_implement() == [] for spec in shipped_specs())
 
 
+def test_heads_of_512_are_split_where_registers_and_shared_memory_need_it():
+    spec = replace(SPEC, d=512, box_rows=32)
+    assert (spec.teams, spec.keys_per_tile, columns_for(32, 512, 1), columns_for(32, 512, 2)) == (2, 32, 16, 8)
+    plain = GqaDecodeSpec("bfloat16", "bfloat16", 512, 16, box_rows=32)
+    assert plain.can_implement() == ["16 columns of 512; shared memory has no room for two stages beside them"]
+    rotated = replace(spec, v_dtype="uint8", k_scales="per_token", v_scales="per_token")
+    assert rotated.can_implement() == ["d is 512; that of a rotated vector is one of (64, 128, 256)"]
+
+
 def test_no_other_file_names_a_type_of_codes() -> None:
     """A type is one class in gqa/codes.py. References and public texts say what callers may pass."""
     package = Path(gqa.__file__).parent

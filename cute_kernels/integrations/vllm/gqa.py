@@ -28,10 +28,9 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from cute_kernels.gqa.layouts import HEAD_DIMS
 from cute_kernels.integrations.vllm.backends import Function
 from cute_kernels.integrations.vllm.batches import are_fresh, counted, prompts_of, without_decodes
-from cute_kernels.integrations.vllm.calls import FLASH_ATTENTION, FLASH_HEAD_DIM, FP8, MAX_QUERIES, SCALED, GqaCalls
+from cute_kernels.integrations.vllm.calls import FP8, HEAD_DIMS, MAX_QUERIES, SCALED, GqaCalls, runs_prompts
 from cute_kernels.integrations.vllm.context_parallel import Ranks, attend_with, refusal
 from cute_kernels.integrations.vllm.prompts import AHEAD, Prompts, attend, reserve
 from cute_kernels.integrations.vllm.warming import warm_layers
@@ -412,13 +411,9 @@ def _max_model_len() -> int:
 
 
 def _flash_attention(head_dim: int, alibi: bool, sinks: torch.Tensor | None) -> Callable[..., Any] | None:
-    """VLLM's FlashAttention, where its version for a layer is the one that prompts run on. It takes bfloat16 sinks.
-
-    Prompts of other layers, as those with heads of 512, run on the class that ours extends.
-    """
+    """VLLM's FlashAttention, where its version for a layer is the one that prompts run on. It takes bfloat16 sinks."""
     version = fa_utils.get_flash_attn_version(requires_alibi=alibi, head_size=head_dim)
-    other_sinks = sinks is not None and sinks.dtype is not torch.bfloat16
-    if version != FLASH_ATTENTION or head_dim > FLASH_HEAD_DIM or other_sinks:
+    if not runs_prompts(version, head_dim) or (sinks is not None and sinks.dtype is not torch.bfloat16):
         return None
     found: Callable[..., Any] = fa_utils.flash_attn_varlen_func
     return found

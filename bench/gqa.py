@@ -414,6 +414,10 @@ def _cases() -> Iterator[GqaDecodeCase]:
     yield served(8, 4096, h_q=28, h_kv=4, must={"read_fraction": 0.62})
     yield served(64, 8192, h_q=64, d=64, must={"read_fraction": 0.94})
     yield served(64, 8192, h_q=16, h_kv=2, d=256, must={"read_fraction": 0.94})
+    for scales, kv_dtype in (("per_token_head", "int8"), ("per_tensor", "fp8"), ("none", "bf16")):
+        yield GqaDecodeCase(
+            32, 8192, scales, "paged_NHD", 64, kv_dtype, h_kv=4, d=512, must={"read_fraction": 0.92}
+        )  # fmt: skip
     yield GqaDecodeCase(64, 8192, "per_group_32")
     yield GqaDecodeCase(64, 8192, "per_token")
     yield served(32, 8192, window=128)

@@ -422,7 +422,7 @@ def gqa_rows(case: GqaCase, rows: Sequence[int]) -> GqaCase:
 def gqa_append(draw: st.DrawFn, device: torch.device) -> Call:
     """Appends new keys and values to INT8 caches of random codes."""
     gen = generator(draw(seeds), device)
-    d, h_kv = draw(one_of(64, 128, 256)), draw(one_of(1, 2, 3, 8, 64))
+    d, h_kv = draw(one_of(64, 128, 256, 512)), draw(one_of(1, 2, 3, 8, 64))
     dtype, scale_dtype = draw(one_of(torch.bfloat16, torch.float16)), draw(one_of(torch.float32, torch.float16))
     kinds: dict[Which, str] = {"k": draw(one_of(*SCALE_NAMES)), "v": draw(one_of(*SCALE_NAMES))}
     layout = draw(one_of(*LAYOUTS))

@@ -212,6 +212,9 @@ def _gqa(calls: Calls) -> None:
     calls.gqa("int8, blocks", **scales, n=3, s_q=2, layout="paged_HND", page_size=16, splits=(None, 1, 3))
     calls.gqa("bfloat16, many blocks", kv_dtype="bf16", n=40, layout="paged_HND", page_size=128, own=False)
     calls.gqa("bfloat16, blocks without pages", kv_dtype="bf16", n=3, seqlens=[256, 256], whole=True)
+    # parts of S change hands in shared memory, and their two buffers take turns
+    calls.gqa("int8, d 512", **scales, d=512, h_q=32, splits=(None, 1, 3), **pages)
+    calls.gqa("bfloat16, d 512, two queries", kv_dtype="bf16", d=512, s_q=2, splits=(None, 1, 3))
     calls.samples("kv_int8_append")
     calls.samples("kv_append")
     calls.gather()

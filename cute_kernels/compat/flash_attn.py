@@ -68,7 +68,7 @@ def flash_attn_with_kvcache(
     """Decode 1 to 8 query tokens of each sequence over a cache, contiguous or paged.
 
     Args:
-        q: (batch, s_q, h_q, d) bfloat16 or float16, d 64, 128 or 256; (batch * s_q, h_q, d) with `cu_seqlens_q`.
+        q: (batch, s_q, h_q, d) bfloat16 or float16, d 64 to 512; (batch * s_q, h_q, d) with `cu_seqlens_q`.
         k_cache: (batch, s_k, h_kv, d) of q's dtype; with a table (pages, page_size, h_kv, d), page sizes powers of two.
         v_cache: likewise.
         k: (batch, s_new, h_kv, d), stored in `k_cache` after its first `cache_seqlens` tokens before attention.

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cute_kernels.gqa.codes import CODES, DTYPES, INT8, KINDS, SCALE_DTYPES, VALUE_KINDS
-from cute_kernels.gqa.layouts import GROUP_SIZES, HEAD_DIMS, ScaleKind
+from cute_kernels.gqa.layouts import GROUP_SIZES, HEAD_DIMS, ROTATED_DIMS, ScaleKind
 
 WARP = 32
 VALUES = 16  # of a lane's piece of a row: two 16-byte loads, one 16-byte store
@@ -96,6 +96,8 @@ class KvAppendSpec:
             reasons.append(f"kind is {self.kind}; it has float32 scales per token and head")
         if self.kind in VALUE_KINDS and self.x_packed:
             reasons.append(f"kind is {self.kind}; it needs a layout whose tokens are rows")
+        if self.kind in VALUE_KINDS and self.d not in ROTATED_DIMS:
+            reasons.append(f"kind is {self.kind} with d {self.d}; that of a rotated vector is one of {ROTATED_DIMS}")
         if reasons:
             return reasons
         pieces = self.d // VALUES

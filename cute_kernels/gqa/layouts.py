@@ -13,7 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
-HEAD_DIMS: Final = (64, 128, 256)
+HEAD_DIMS: Final = (64, 128, 256, 512)
+ROTATED_DIMS: Final = (64, 128, 256)
+"""Of rotated vectors: `codes.FLIPPED` has a sign for each of 256 elements."""
 GROUP_SIZES: Final = (32, 64)
 CHUNK_BYTES: Final = 16
 """A packed cache splits the head dimension of keys into chunks of so many bytes."""
@@ -222,6 +224,8 @@ def cache_sizes(
     sizes = CacheSizes(key[layout.outer], key[layout.rows], key["h"], key["d"])
     if sizes.d not in HEAD_DIMS:
         raise ValueError(f"k_cache: got head dimension {sizes.d}; needs one of {HEAD_DIMS}")
+    if v_values > 1 and sizes.d not in ROTATED_DIMS:
+        raise ValueError(f"v_cache: got head dimension {sizes.d}; needs one of {ROTATED_DIMS} with 4-bit values")
     if layout.paged and not layout.accepts_page_size(sizes.rows):
         needs = layout.accepted_page_sizes
         raise ValueError(f"k_cache: got page size {sizes.rows}; layout {layout.name!r} needs {needs}")

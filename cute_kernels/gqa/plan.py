@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cute_kernels.gqa.codes import CODES
 from cute_kernels.gqa.layouts import CacheLayout, CacheSizes, ScaleKind
 from cute_kernels.gqa.spec import (
     CLUSTER,
     COLUMNS,
-    KEYS_PER_WARP,
+    D_SPLIT,
+    KEYS_PER_TEAM,
     MAX_ACCUMULATORS,
     MAX_RANGES,
     GqaDecodeSpec,
@@ -61,24 +62,33 @@ def kernel_softcap(softcap: float) -> float:
     return min(max(softcap, SOFTCAPS[0]), SOFTCAPS[1])
 
 
-def columns_for(rows: int, d: int) -> int:
-    """Query rows of a CTA where a KV head has `rows` of them (tokens x heads)."""
-    return next((n for n in COLUMNS if n >= rows or 2 * n * d > MAX_ACCUMULATORS), COLUMNS[-1])
+def columns_for(rows: int, d: int, itemsize: int) -> int:
+    """Query rows of a CTA where a KV head has `rows` of them (tokens x heads).
+
+    Where a token has 1024 bytes, two stages do not fit beside Q and O of 16 columns.
+    """
+    most = 8 if d * itemsize >= 1024 else MAX_ACCUMULATORS * D_SPLIT.get(d, 1) // d
+    return next((n for n in COLUMNS if n >= rows or 2 * n > most), COLUMNS[-1])
 
 
 def warps_for(d: int, itemsize: int) -> int:
-    """Consumer warps of a CTA: 8, or 4 where a token has 512 bytes and two stages of 128 keys do not fit."""
-    return 8 if d * itemsize < 512 else 4
+    """Consumer warps of a CTA: 8, or 4 where two stages of the keys of 8 do not fit."""
+    return 8 if d * itemsize < 512 * D_SPLIT.get(d, 1) else 4
 
 
-def cluster_for(batch: int, h_kv: int, rows: int, d: int, max_keys: int, num_sms: int, warps: int) -> int:
+def keys_for(d: int, warps: int) -> int:
+    """Keys of a tile."""
+    return KEYS_PER_TEAM * warps // D_SPLIT.get(d, 1)
+
+
+def cluster_for(spec: GqaDecodeSpec, batch: int, h_kv: int, rows: int, max_keys: int, num_sms: int) -> int:
     """CTAs that share a sequence and KV head: a cluster of CLUSTER for short sequences of small batches, else 1.
 
     Short: at most CLUSTER_TILES key tiles for each CTA. Small: all clusters fit on the card at once.
     """
-    ctas = batch * h_kv * -(-rows // columns_for(rows, d)) * CLUSTER
-    short = max_keys <= CLUSTER_TILES * CLUSTER * KEYS_PER_WARP * warps
-    return CLUSTER if warps == 8 and short and ctas <= num_sms * 31 // 32 else 1
+    ctas = batch * h_kv * -(-rows // spec.columns) * CLUSTER
+    short = max_keys <= CLUSTER_TILES * CLUSTER * spec.keys_per_tile
+    return CLUSTER if spec.warps == 8 and short and ctas <= num_sms * 31 // 32 else 1
 
 
 _CLASS_OF = {"per_tensor": "per_head", "per_token_head": "per_token"}
@@ -121,16 +131,14 @@ def choose_spec(
     """
     batch, s_q, h_q = q_shape
     d, rows = sizes.d, h_q // sizes.h_kv * s_q
-    warps = warps_for(d, CODES[kv_dtype].itemsize)
-    tile = KEYS_PER_WARP * warps
-    cluster = 1
-    if num_splits is None:
-        cluster = cluster_for(batch, sizes.h_kv, rows, d, max_keys, num_sms, warps)
-    return GqaDecodeSpec(
+    itemsize = CODES[kv_dtype].itemsize
+    warps = warps_for(d, itemsize)
+    tile = keys_for(d, warps)
+    spec = GqaDecodeSpec(
         q_dtype=q_dtype,
         kv_dtype=kv_dtype,
         d=d,
-        columns=columns_for(rows, d),
+        columns=columns_for(rows, d, itemsize),
         k_scales=_scale_class(kinds[0]),
         v_scales=_scale_class(kinds[1]),
         scale_dtype=scale_dtype,
@@ -142,8 +150,10 @@ def choose_spec(
         starts=starts,
         v_dtype=v_dtype,
         warps=warps,
-        cluster=cluster,
     )
+    if num_splits is not None:
+        return spec
+    return replace(spec, cluster=cluster_for(spec, batch, sizes.h_kv, rows, max_keys, num_sms))
 
 
 def _scale_class(kind: ScaleKind | None) -> str:

@@ -63,11 +63,11 @@ def _clip_window(window: int) -> int:
 class Inputs(TypedDict):
     """What `gqa_decode` is called with by position.
 
-    q: (batch, s_q, h_q, d) bfloat16 or float16, 1 <= s_q <= 8, d 64, 128 or 256, h_q a multiple of h_kv. Rows
-        contiguous and 8-byte aligned.
+    q: (batch, s_q, h_q, d) bfloat16 or float16, 1 <= s_q <= 8, d 64, 128, 256 or 512, h_q a multiple of h_kv.
+        Rows contiguous and 8-byte aligned.
     k_cache: int8, float8_e4m3fn, or q's dtype, as `layout` says; rows contiguous, all strides multiples of 16
         bytes.
-    v_cache: the same dtype and sizes; with kind "int8_k_int4_v" uint8, d / 2 bytes for d values.
+    v_cache: the same dtype and sizes; with kind "int8_k_int4_v" uint8, d / 2 bytes for d values, d 256 at most.
     k_scale: the factors of k_cache's elements: float16 or float32, of one of these shapes:
         per_tensor () or (1,); per_head (h_kv,); per_token, the cache's shape without heads and d; per_token_head,
         the cache's shape without d; per_group, the cache's shape with d / 32 or d / 64 instead of d. In paged_vllm
@@ -152,12 +152,13 @@ DECODE = Operator("gqa_decode", Inputs, Options, Request)
 class AppendInputs(TypedDict):
     """What `kv_append` and `kv_int8_append` are called with by position.
 
-    k: (tokens, h_kv, d) bfloat16 or float16, d 64, 128 or 256. Rows of d elements are contiguous and start at
+    k: (tokens, h_kv, d) bfloat16 or float16, d 64, 128, 256 or 512. Rows of d elements are contiguous and start at
         multiples of 16 bytes; any distance between tokens and between heads.
     v: like k.
     k_cache: int8, or float8_e4m3fn with kind "fp8_per_token_head", of the shape that `layout` says; see `gqa_decode`.
         The innermost axis is contiguous, and all strides are multiples of 16 bytes.
-    v_cache: likewise; of paged_vllm, any strides; with kind "int8_k_int4_v" uint8, d / 2 bytes for d values.
+    v_cache: likewise; of paged_vllm, any strides; with kind "int8_k_int4_v" uint8, d / 2 bytes for d values, d 256
+        at most.
     k_scale: float32 and per_token_head; with kind "int8" float16 or float32 of any granularity, which follows from the
         shape. per_token, per_token_head and per_group (32, 64) are written; per_tensor () or (1,) and per_head (h_kv,)
         are read: positive and finite.

@@ -8,16 +8,19 @@ from cute_kernels.gqa.layouts import (
     GROUP_SIZES,
     HEAD_DIMS,
     KERNEL_LAYOUTS,
+    ROTATED_DIMS,
     X_PACKED,
     Which,
     is_kernel_layout,
     kernel_axes,
 )
 
-KEYS_PER_WARP = 16
+KEYS_PER_TEAM = 16
 SCALES = {"none": 0, "per_head": 0, "per_token": 1, **{f"per_group_{size}": size for size in GROUP_SIZES}}
 COLUMNS = (8, 16)
 MAX_ACCUMULATORS = 2048  # columns x d of a warp: 64 registers of O; twice as many spill
+D_SPLIT = {512: 4}
+"""Warps that share keys: each has a part of d of K, V and O."""
 MAX_RANGES = 256
 CLUSTER = 8  # CTAs; larger clusters are not portable
 BOX_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -50,7 +53,7 @@ class GqaDecodeSpec:
     q_dtype    "bfloat16" or "float16", also of the output
     kv_dtype   a widened type of `gqa.codes`, or q_dtype
     v_dtype    "uint8" where values are rotated 4-bit codes beside int8 keys; None: kv_dtype
-    d          head dimension: 64, 128 or 256
+    d          head dimension: 64, 128, 256 or 512
     columns    query rows (tokens x heads of one KV head) of a CTA, which are columns of S^T and O^T: 8 or 16
     k_scales   "none"; "per_head": one or one per head; "per_token": per token, or token and head; "per_group_32", ...
     v_scales   the same
@@ -62,7 +65,7 @@ class GqaDecodeSpec:
     alibi      whether there are ALiBi slopes
     softcap    whether scores are capped
     starts     whether sequences begin after their first token: left padding
-    warps      consumer warps of a CTA, 16 keys of a tile each: 4 or 8
+    warps      consumer warps of a CTA, 4 or 8; each team of `d_split` has 16 keys of a tile
     cluster    1: CTAs take ranges of the line of tiles; 8: the CTAs of a cluster share a sequence and KV head
     """
 
@@ -101,14 +104,18 @@ class GqaDecodeSpec:
             reasons.append(
                 f"v_dtype is {self.v_dtype}; it goes with int8 keys and float32 scales of tokens, not packed"
             )
+        elif self.rotated and self.d not in ROTATED_DIMS:
+            reasons.append(f"d is {self.d}; that of a rotated vector is one of {ROTATED_DIMS}")
         elif self.v_dtype is not None and not self.rotated:
             reasons.append(f"v_dtype is {self.v_dtype}; it is None or {', '.join(ROTATED)}")
         if self.d not in HEAD_DIMS:
             reasons.append(f"d is {self.d}; it is one of {HEAD_DIMS}")
-        if self.columns not in COLUMNS or self.columns * self.d > MAX_ACCUMULATORS:
+        if self.columns not in COLUMNS or self.columns * self.d > MAX_ACCUMULATORS * self.d_split:
             reasons.append(
                 f"{self.columns} columns of {self.d}; a warp has room for 8 or 16 of {MAX_ACCUMULATORS} values"
             )
+        elif self.d in HEAD_DIMS and self.kv_dtype in CODES and self.stages < 2:
+            reasons.append(f"{self.columns} columns of {self.d}; shared memory has no room for two stages beside them")
         for name, scales in (("k_scales", self.k_scales), ("v_scales", self.v_scales)):
             if scales not in SCALES:
                 reasons.append(f"{name} is {scales}; known are {', '.join(SCALES)}")
@@ -184,6 +191,18 @@ class GqaDecodeSpec:
         size = SCALES[scales]
         return self.d // size if size > 1 else size
 
+    # ---- the warps of a CTA
+
+    @property
+    def d_split(self) -> int:
+        """Warps of a team: each has one of so many parts of d."""
+        return D_SPLIT.get(self.d, 1)
+
+    @property
+    def teams(self) -> int:
+        """Teams of consumer warps, each of which has 16 keys of a tile."""
+        return self.warps // self.d_split
+
     # ---- shared memory, in bytes
 
     @property
@@ -193,8 +212,8 @@ class GqaDecodeSpec:
 
     @property
     def keys_per_tile(self) -> int:
-        """Keys of a tile, 16 for each consumer warp."""
-        return KEYS_PER_WARP * self.warps
+        """Keys of a tile, 16 for each team of consumer warps."""
+        return KEYS_PER_TEAM * self.teams
 
     def tile(self, which: Which) -> TileShape:
         """K or V of a tile."""
@@ -212,13 +231,19 @@ class GqaDecodeSpec:
 
     @property
     def warp_o_stride(self) -> int:
-        """float32 values from a column of a warp's O to the next: d + 4, so that stores spread over the banks."""
+        """float32 values from a column of a team's O to the next: d + 4, so that stores spread over the banks."""
         return self.d + 4
 
     @property
+    def s_part_values(self) -> int:
+        """float32 values of S that the warps of teams exchange: two tiles of them, since a fast warp is one ahead."""
+        return 2 * self.warps * KEYS_PER_TEAM * self.columns if self.d_split > 1 else 0
+
+    @property
     def fixed_bytes(self) -> int:
-        """Upper bound of the bytes besides the stages: Q twice, O of the warps, their row_max and row_sum, barriers."""
-        return 2 * self.columns * self.d * 2 + self.warps * self.columns * self.warp_o_stride * 4 + 3072
+        """Upper bound of the bytes besides the stages: Q twice, O of the teams, their row_max and row_sum, barriers."""
+        o_bytes = self.teams * self.columns * self.warp_o_stride * 4
+        return 2 * self.columns * self.d * 2 + o_bytes + 4 * self.s_part_values + 3072
 
     @property
     def scale_warps(self) -> int:
@@ -298,4 +323,8 @@ def shipped_specs() -> list[GqaDecodeSpec]:
         plain,
         replace(plain, d=64, columns=16, layout="tokens_first", paged=True, box_rows=1),
         GqaDecodeSpec(fp16, fp16, 256, 8, layout="x_packed", paged=True, box_rows=32, warps=4),
+        replace(token, d=512, layout="tokens_first", paged=True, box_rows=32, scale_dtype="float32"),
+        replace(token, d=512, columns=16, cluster=CLUSTER, scale_dtype="float32", box_rows=32),
+        replace(head, d=512, kv_dtype=fp8, layout="x_packed", paged=True, box_rows=16),
+        GqaDecodeSpec(bf16, bf16, 512, 8, layout="tokens_first", paged=True, box_rows=32),
     ]

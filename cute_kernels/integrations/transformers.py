@@ -37,7 +37,7 @@ except ImportError as error:
 
 __all__ = ["NAME", "CuteInt8Cache", "CuteMlaCache", "cute_attention", "cute_mask"]
 
-DECODE_HEAD_DIMS, PREFILL_HEAD_DIMS = (64, 128, 256), (64, 128)
+DECODE_HEAD_DIMS, PREFILL_HEAD_DIMS = (64, 128, 256, 512), (64, 128)
 
 
 # ---- attention

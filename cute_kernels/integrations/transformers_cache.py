@@ -322,7 +322,7 @@ class CuteInt8Cache(Cache):
         config = config.get_text_config(decoder=True)
         known = ("full_attention", "sliding_attention")
         others = sorted({*(getattr(config, "layer_types", None) or ())} - {*known})
-        if others or getattr(config, "kv_sharing_modes", None):
+        if others or "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):
             raise ValueError(f"config: got layers of {others or 'shared keys'}; needs {' and '.join(known)} alone")
         check_max_length(max_length)
         if scale_dtype not in (torch.float32, torch.float16):

@@ -115,7 +115,7 @@ class GqaShape:
 
     heads        query heads of one GPU
     kv_heads     heads of its cache
-    head_dim     64, 128 or 256
+    head_dim     64, 128, 256 or 512
     dtype        of queries, outputs and new tokens: "bfloat16" or "float16"
     kv_dtype     "int8", "float8_e4m3fn" or `dtype`; or a kind of `kv_append` with float32 scales per token and head:
                  "fp8_per_token_head", "int8_k_int4_v"
@@ -266,7 +266,7 @@ class PromptShape:
     """Prompts over a quantized cache as the vLLM backend attends to them: copies of pages, and their merge.
 
     heads     query heads of one GPU
-    head_dim  64, 128 or 256
+    head_dim  64, 128, 256 or 512
     dtype     of queries: "bfloat16" or "float16"
     kv_dtype  of the cache: "int8" or "fp8_per_token_head", with scales of tokens, or "float8_e4m3fn" with one for all
     sink      whether layers have sinks

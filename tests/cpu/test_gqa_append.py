@@ -10,7 +10,7 @@ import torch
 from cute_kernels.gqa import append_op
 from cute_kernels.gqa.append_op import kv_int8_append
 from cute_kernels.gqa.append_spec import MAX_HELD, SCALES, KvAppendSpec, shipped_specs
-from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, Which, scale_shapes
+from cute_kernels.gqa.layouts import HEAD_DIMS, LAYOUTS, CacheSizes, Which, scale_shapes
 from cute_kernels.gqa.reference import quantize
 from cute_kernels.gqa.request import APPEND
 from cute_kernels.runtime.compile import compile_kernel
@@ -299,7 +299,7 @@ def test_a_spec_says_what_it_cannot_do() -> None:
         assert reason in spec(**changed).can_implement()[0]
 
 
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("d", HEAD_DIMS)
 @pytest.mark.parametrize("h_kv", [1, 2, 3, 7, 8, 12, 32, 128])
 def test_a_team_holds_its_unit(h_kv: int, d: int) -> None:
     for k_scale in SCALES:

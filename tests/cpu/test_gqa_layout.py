@@ -78,6 +78,12 @@ def test_chunks_of_keys_are_16_bytes(itemsize, x):
         sizes_of("paged_vllm", (5, 3, 256 // x, 16, x // 2), (5, 3, 128, 16), itemsize)
 
 
+def test_rotated_vectors_have_256_elements_at_most():
+    assert cache_sizes(LAYOUTS["BNSH"], (1, 2, 3, 256), (1, 2, 3, 128), 1, v_values=2).d == 256
+    with pytest.raises(ValueError, match="v_cache: got head dimension 512; needs one of .64, 128, 256. with 4-bit"):
+        cache_sizes(LAYOUTS["BNSH"], (1, 2, 3, 512), (1, 2, 3, 256), 1, v_values=2)
+
+
 @pytest.mark.parametrize("d", HEAD_DIMS)
 def test_head_dimensions(d):
     assert sizes_of("BNSH", (1, 1, 7, d)).d == d

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from cute_kernels import gqa
-from cute_kernels.gqa.plan import columns_for, plan_decode, warps_for
+from cute_kernels.gqa.layouts import HEAD_DIMS
+from cute_kernels.gqa.plan import columns_for, keys_for, plan_decode, warps_for
 from cute_kernels.gqa.spec import MAX_RANGES, GqaDecodeSpec, shipped_specs
 from tests.kit.mla_cases import ragged_lengths
 
@@ -278,13 +279,22 @@ def test_a_short_sequence_is_not_cut_below_its_tiles():
 
 def test_columns_and_warps_of_kernels_can_be_built():
     kv_types = {"int8": 1, "float8_e4m3fn": 1, "bfloat16": 2}
-    for d, (kv_dtype, itemsize), rows in itertools.product((64, 128, 256), kv_types.items(), (1, 8, 9, 16, 17, 512)):
+    for d, (kv_dtype, itemsize), rows in itertools.product(HEAD_DIMS, kv_types.items(), (1, 8, 9, 16, 17, 512)):
         warps = warps_for(d, itemsize)
-        columns = columns_for(rows, d)
-        spec = GqaDecodeSpec("bfloat16", kv_dtype, d, columns, warps=warps, box_rows=16 * warps)
+        columns = columns_for(rows, d, itemsize)
+        spec = GqaDecodeSpec("bfloat16", kv_dtype, d, columns, warps=warps, box_rows=keys_for(d, warps))
         assert spec.can_implement() == []
         assert spec.stages >= 2
     assert all(spec.can_implement() == [] for spec in shipped_specs())
+
+
+def test_heads_of_512_are_split_where_registers_and_shared_memory_need_it():
+    spec = replace(SPEC, d=512, box_rows=32)
+    assert (spec.teams, spec.keys_per_tile, columns_for(32, 512, 1), columns_for(32, 512, 2)) == (2, 32, 16, 8)
+    plain = GqaDecodeSpec("bfloat16", "bfloat16", 512, 16, box_rows=32)
+    assert plain.can_implement() == ["16 columns of 512; shared memory has no room for two stages beside them"]
+    rotated = replace(spec, v_dtype="uint8", k_scales="per_token", v_scales="per_token")
+    assert rotated.can_implement() == ["d is 512; that of a rotated vector is one of (64, 128, 256)"]
 
 
 def test_no_other_file_names_a_type_of_codes() -> None:

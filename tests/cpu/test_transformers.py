@@ -62,6 +62,23 @@ def test_tokens_are_those_of_eager_attention(
     assert (logits - expected_logits).norm() < int8_error() * expected_logits.norm()
 
 
+@pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="this transformers has no Gemma 4")
+@pytest.mark.parametrize("int8", [False, True], ids=["bfloat16", "int8"])
+@pytest.mark.parametrize("tokens", [5, 30])
+def test_global_layers_of_gemma_4_decode_on_the_kernels(
+    tokens: int, int8: bool, said: list[str], kernels: dict[str, int]
+) -> None:
+    """Heads of 256 with a window, then heads of 512; longer prompts have no kernel, and each layer says so once."""
+    model, ids = tiny_models.trained("gemma4"), tiny_models.sequences(1000 + tokens, 4, tokens)
+    expected, _ = generate(model, "eager", ids)
+    assert torch.equal(expected, counted_on(ids)), "the model has learned nothing to compare"
+    found, _ = generate(model, "cute", ids, cute.CuteInt8Cache(model.config) if int8 else None)
+    assert torch.equal(found, expected)
+    prompts = 0 if tokens <= 8 else 2
+    assert kernels["gqa_decode"] == 2 * NEW - prompts
+    assert [words for words in said if "more than 8 query tokens" not in words] == [] and len(said) == prompts
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt_oss"])
 def test_logits_are_as_exact_as_those_of_eager_attention(name: str, said: list[str]) -> None:
     """Float32 is the oracle; what bfloat16 costs eager attention is the measure. Prompt, then token by token."""

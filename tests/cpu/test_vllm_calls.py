@@ -17,7 +17,7 @@ import fp8_mla
 from cute_kernels import gqa_decode, kv_append
 from cute_kernels.integrations import vllm as cute_vllm
 from cute_kernels.integrations.vllm import backends, calls, warming
-from cute_kernels.integrations.vllm.calls import GqaCalls
+from cute_kernels.integrations.vllm.calls import GqaCalls, runs_prompts
 from cute_kernels.runtime import workers
 from cute_kernels.warm import GqaShape, MlaShape, PrefillShape, kernel_specs
 from tests.kit import vllm_stand_ins
@@ -257,6 +257,11 @@ def test_prompts_that_only_the_cache_computes(changes: dict[str, Any]) -> None:
     given = {"heads": 4, "kv_heads": 2, "head_dim": 64, "scale": 0.1, "cache_dtype": "auto"}
     assert GqaCalls(**given).prefills_fresh_tokens()
     assert not GqaCalls(**{**given, **changes}).prefills_fresh_tokens()
+
+
+def test_prompts_of_heads_that_flash_attention_3_does_not_have() -> None:
+    assert runs_prompts(3, 256)
+    assert not runs_prompts(3, 512) and not runs_prompts(4, 128) and not runs_prompts(None, 128)
 
 
 # ---- sparse MLA

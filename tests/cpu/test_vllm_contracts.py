@@ -159,7 +159,7 @@ def wrong(**changes: Any) -> list[str]:
     [
         *({"kv_cache_dtype": name} for name in ("auto", "bfloat16", "fp8", "fp8_e4m3", *calls.SCALED)),
         *({"block_size": size} for size in (16, 32, 48, 64, 128, 256, 512)),
-        *({"head_size": size} for size in (64, 256)),
+        *({"head_size": size} for size in (64, 256, 512)),
         {"dtype": torch.float16, "kv_cache_dtype": "float16"},
     ],
 )

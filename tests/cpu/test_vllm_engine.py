@@ -59,6 +59,13 @@ JOBS: dict[str, dict[str, Any]] = {
     "llama-prefix-flash": {"kv_cache_dtype": INT8, "enable_prefix_caching": True},
 }
 """Engines, by names that begin with that of a model; prompts of those that end with "flash" run as on a GPU."""
+if pytest.importorskip("vllm").__version__ >= "0.33":
+    # 0.26 does not read what transformers 5.17 says of Gemma 4, a head dimension a layer
+    JOBS |= {
+        "gemma4-auto": {},
+        f"gemma4-{INT8}": {"kv_cache_dtype": INT8},
+        "gemma4-fp8": {"kv_cache_dtype": "fp8"},
+    }
 
 
 REPEATING = [tiny_models.sequences(50 + n, 1, n)[0].tolist() for n in (40, 45)]
@@ -69,7 +76,7 @@ REPEATING = [tiny_models.sequences(50 + n, 1, n)[0].tolist() for n in (40, 45)]
 def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each engine generated, all of them in one process: importing vLLM takes longer than serving."""
     folder = tmp_path_factory.mktemp("vllm")
-    models = {name: str(folder / name) for name in ("llama", "gpt_oss")}
+    models = {name: str(folder / name) for name in sorted({name.split("-")[0] for name in JOBS})}
     for name, path in models.items():
         vllm_models.save(tiny_models.trained(name), Path(path))
     jobs = []
@@ -136,7 +143,8 @@ def test_our_operators_served_them(kind: str, served: dict[str, Any]) -> None:
     assert calls.pop("append_scaled" if scaled else "append_plain") > 0
     prompts_ran = "flash_attend" if kind.endswith("flash") else "prefill_in_pieces"
     assert calls.pop("decode") > calls.pop(prompts_ran) > 0
-    assert calls.pop("prefill_fresh") > 0 and calls == {}
+    # heads of 256 and 512 have no kernel for whole prompts
+    assert (calls.pop("prefill_fresh", 0) > 0) != kind.startswith("gemma4") and calls == {}
 
 
 def test_drafts_are_decoded_together(served: dict[str, Any]) -> None:

@@ -108,7 +108,7 @@ FACTORS = {
     "v_kind": list(KINDS),
     "dtype": list(DTYPES),
     "scale_dtype": list(SCALE_DTYPES),
-    "d": [64, 128, 256],
+    "d": [64, 128, 256, 512],
     "h_kv": [1, 2, 3, 8],
     "rows": [1, 16, 61, 64],
     "tokens": [1, 7, 33, 130, 515],
@@ -118,7 +118,8 @@ FACTORS = {
 
 CASES = covering_cases(FACTORS, seed=1)
 HEADS_AND_DIMS = [
-    (1, 64), (1, 256), (3, 64), (5, 128), (8, 128), (12, 128), (16, 128), (16, 256), (17, 128), (40, 256)
+    (1, 64), (1, 256), (3, 64), (5, 128), (8, 128), (12, 128), (16, 128), (16, 256), (17, 128), (40, 256),
+    (4, 512), (5, 512),
 ]  # fmt: skip
 OVER_HEADS = (("per_token", "per_token"), ("per_token_head", "per_token"), ("per_token", "per_head"))
 

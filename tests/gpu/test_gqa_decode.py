@@ -72,8 +72,8 @@ def kernel_specs() -> list[GqaDecodeSpec]:
     for case in (usual(**options, device="cpu") for options in VARIANTS):
         spec = decode_spec(DECODE.request(**case.arguments(), num_splits=1))
         h_kv = case.k_cache.shape[LAYOUTS[case.layout].key.index("h")]
-        _, s_q, h_q, d = case.q.shape
-        cluster = cluster_for(3, h_kv, h_q // h_kv * s_q, d, 700, SM_COUNT, spec.warps)
+        _, s_q, h_q, _ = case.q.shape
+        cluster = cluster_for(spec, 3, h_kv, h_q // h_kv * s_q, 700, SM_COUNT)
         specs |= {spec: None, dataclasses.replace(spec, cluster=cluster): None}
     return list(specs)
 

@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from cute_kernels.gqa.gather_op import gather_pages
+from cute_kernels.gqa.layouts import HEAD_DIMS
 from tests.kit.gather_pages import KINDS, gather_cache
 
 ODD_PAGES = [4, 0, 3, 3, 7, -2, 1]  # two of them are no page's
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("d", HEAD_DIMS)
 @pytest.mark.parametrize("layout", ["NHD", "HND", "interleaved"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_copies_are_those_of_a_cpu(kind: str, layout: str, d: int, dtype: torch.dtype) -> None:

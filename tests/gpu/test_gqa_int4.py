@@ -39,8 +39,8 @@ def kernel_specs() -> list[GqaDecodeSpec]:
     for options in CACHES:
         case = usual(**KIND, **options, device="cpu")
         spec = decode_spec(DECODE.request(**case.arguments(), num_splits=1))
-        _, s_q, h_q, d = case.q.shape
-        cluster = cluster_for(3, 2, h_q // 2 * s_q, d, 700, SM_COUNT, spec.warps)
+        _, s_q, h_q, _ = case.q.shape
+        cluster = cluster_for(spec, 3, 2, h_q // 2 * s_q, 700, SM_COUNT)
         specs |= {spec: None, dataclasses.replace(spec, cluster=cluster): None}
     return list(specs)
 

@@ -10,7 +10,7 @@ import torch
 from cute_kernels import gqa_decode, kv_append
 from cute_kernels.gqa.append_spec import PER_TOKEN_HEAD, KvAppendSpec
 from cute_kernels.gqa.codes import KINDS
-from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, ScaleKind, scale_shapes
+from cute_kernels.gqa.layouts import HEAD_DIMS, LAYOUTS, ROTATED_DIMS, CacheSizes, ScaleKind, scale_shapes
 from cute_kernels.gqa.reference import reference_append
 from tests.gpu.test_gqa_append import DTYPES, random_tokens, sizes_for, slots_for
 from tests.kit.gqa_cases import GqaCase, check_gqa
@@ -24,14 +24,19 @@ CASES = [
 ]
 
 
+def dims_of(kind: str) -> tuple[int, ...]:
+    """Head dimensions of a kind."""
+    return ROTATED_DIMS if kind == "int8_k_int4_v" else HEAD_DIMS
+
+
 def kernel_specs() -> list[KvAppendSpec]:
     """All kernels of this file."""
     scales = {"k_scale": PER_TOKEN_HEAD, "v_scale": PER_TOKEN_HEAD, "scale_dtype": "float32"}
     return [
         KvAppendSpec.for_launch(dtype=dtype, d=d, h_kv=2, kind=kind, x_packed=x_packed, **scales)
-        for kind, d, dtype in itertools.product(NEW_KINDS, (64, 128, 256), ("bfloat16", "float16"))
+        for kind, d, dtype in itertools.product(NEW_KINDS, HEAD_DIMS, ("bfloat16", "float16"))
         for x_packed in (False, True)
-        if not (kind == "int8_k_int4_v" and x_packed)
+        if d in dims_of(kind) and not (kind == "int8_k_int4_v" and x_packed)
     ]
 
 
@@ -58,8 +63,7 @@ def check(kind: str, layout: str, sizes: CacheSizes, k: torch.Tensor, v: torch.T
         assert not wrong.any(), f"{name}: {int(wrong.sum())} bytes of {wrong.numel()}, first at {wrong.nonzero()[0]}"
 
 
-@pytest.mark.parametrize(("kind", "layout"), CASES)
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize(("kind", "layout", "d"), [(*case, d) for case in CASES for d in dims_of(case[0])])
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_bytes_are_those_of_the_reference(kind, layout, d, dtype):
     for h_kv, rows, tokens in ((1, 1, 7), (3, 61, 515), (8, 64, 130), (2, 16, 2000)):
@@ -78,7 +82,7 @@ def test_hostile_values(kind, dtype):
         [limits.max], [-limits.max, limits.max], [limits.tiny], [limits.smallest_normal / 2], [1e-6, -1e-6],
         [math.inf, -math.inf, math.nan, 0.5],
     ]  # fmt: skip
-    for d in (64, 128, 256):
+    for d in dims_of(kind):
         x = torch.stack([torch.tensor(row, dtype=torch.float32).repeat(d)[:d] for row in rows])
         spikes = torch.zeros(2 * d, d)
         spikes[:d] = torch.eye(d) * torch.logspace(-9, 4, d).unsqueeze(1)

@@ -22,7 +22,7 @@ import torch
 from cute_kernels import gqa_decode, mla_fp8_decode
 from cute_kernels.gqa import plan as gqa_plan
 from cute_kernels.gqa.layouts import LAYOUTS, X_PACKED
-from cute_kernels.gqa.spec import CLUSTER, KEYS_PER_WARP, GqaDecodeSpec
+from cute_kernels.gqa.spec import CLUSTER, GqaDecodeSpec
 from cute_kernels.mla import plan as mla_plan
 from cute_kernels.mla.crossover.spec import MlaCrossoverSpec
 from cute_kernels.mla.plan import EXCHANGES
@@ -102,7 +102,7 @@ class GqaRow:
         if self.longest == LONG:
             return 2
         rows = self.ratio * self.s_q
-        heads = self.h_kv * -(-rows // gqa_plan.columns_for(rows, self.d))
+        heads = self.h_kv * -(-rows // gqa_plan.columns_for(rows, self.d, _itemsize(self.kv_dtype)))
         if self.splits == "cluster":
             return min(4, max(1, MOST_CLUSTERS // heads))
         return max(3, MOST_CLUSTERS // heads + 1) if self.splits == "ranges" else 3
@@ -124,13 +124,14 @@ class GqaRow:
 
     def spec(self) -> GqaDecodeSpec:
         """The kernel of the row on a card of `NUM_SMS`: what `decode_spec` makes of its tensors."""
-        warps = _warps(self.kv_dtype, self.d)
-        tile = KEYS_PER_WARP * warps
+        itemsize = _itemsize(self.kv_dtype)
+        warps = gqa_plan.warps_for(self.d, itemsize)
+        tile = gqa_plan.keys_for(self.d, warps)
         return GqaDecodeSpec(
             q_dtype=_DTYPES_OF_SPEC[self.q_dtype],
             kv_dtype=_DTYPES_OF_SPEC[self.kv_dtype],
             d=self.d,
-            columns=gqa_plan.columns_for(self.ratio * self.s_q, self.d),
+            columns=gqa_plan.columns_for(self.ratio * self.s_q, self.d, itemsize),
             k_scales=_SCALES_OF_SPEC[self.k_scales],
             v_scales=_SCALES_OF_SPEC[self.v_scales],
             scale_dtype="float32" if self.scale_dtype == "none" else self.scale_dtype,
@@ -195,8 +196,8 @@ _SCALES_OF_SPEC: Final = {
 _DTYPES_OF_SPEC: Final = {"int8": "int8", "fp8": "float8_e4m3fn", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def _warps(kv_dtype: str, d: int) -> int:
-    return gqa_plan.warps_for(d, 2 if kv_dtype in Q_DTYPES else 1)
+def _itemsize(kv_dtype: str) -> int:
+    return 2 if kv_dtype in Q_DTYPES else 1
 
 
 def _page_exists(layout: str, page: str) -> bool:
@@ -211,7 +212,10 @@ def _cache_has_scales(kv_dtype: str, scales: str) -> bool:
 def _cluster_is_planned(kv_dtype: str, d: int, ratio: int, s_q: int, h_kv: int, splits: str | int) -> bool:
     if splits != "cluster":
         return True
-    return gqa_plan.cluster_for(1, h_kv, ratio * s_q, d, 1, NUM_SMS, _warps(kv_dtype, d)) > 1
+    itemsize, rows = _itemsize(kv_dtype), ratio * s_q
+    columns, warps = gqa_plan.columns_for(rows, d, itemsize), gqa_plan.warps_for(d, itemsize)
+    spec = GqaDecodeSpec("bfloat16", _DTYPES_OF_SPEC[kv_dtype], d, columns, warps=warps)
+    return gqa_plan.cluster_for(spec, 1, h_kv, rows, 1, NUM_SMS) > 1
 
 
 def _both_or_none(one: str, other: str) -> bool:
@@ -221,7 +225,7 @@ def _both_or_none(one: str, other: str) -> bool:
 GQA: Final = Model(
     factors={
         "kv_dtype": ("int8", "fp8", "bf16", "fp16"),
-        "d": (64, 128, 256),
+        "d": (64, 128, 256, 512),
         "ratio": (1, 4, 7, 16, 64),
         "s_q": (1, 2, 5, 8),
         "h_kv": (2, 1, 3),

@@ -25,6 +25,11 @@ LATENTS: Final = {
     "pad_token_id": 0, "eos_token_id": None, "bos_token_id": 1,
 }  # fmt: skip
 """Sizes of a model with latents of 512 + 64; its indexer has random weights, which training does not touch."""
+GLOBAL_HEADS: Final = {
+    "head_dim": 256, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"],
+    "global_head_dim": 512, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
+}  # fmt: skip
+"""A layer with a window and heads of 256, then one with heads of 512 whose values come of the projection of keys."""
 SIZES: Final = {
     "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "vocab_size": VOCABULARY, "max_position_embeddings": 512,
@@ -52,7 +57,7 @@ def untrained(name: str, **more: Any) -> Any:
     """A model with random weights.
 
     Args:
-        name: "llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt_oss", "deepseek_v32" or "glm_moe_dsa".
+        name: "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma4", "gpt_oss", "deepseek_v32" or "glm_moe_dsa".
         more: of the configuration.
     """
     import transformers
@@ -63,6 +68,7 @@ def untrained(name: str, **more: Any) -> Any:
         "qwen3": ("Qwen3", {}),
         "mistral": ("Mistral", {"sliding_window": WINDOW}),
         "gemma2": ("Gemma2", {"sliding_window": WINDOW, "query_pre_attn_scalar": 64, "attn_logit_softcapping": 2.0}),
+        "gemma4": ("Gemma4", GLOBAL_HEADS),
         "gpt_oss": (
             "GptOss",
             {
@@ -76,7 +82,8 @@ def untrained(name: str, **more: Any) -> Any:
         "glm_moe_dsa": ("GlmMoeDsa", {**LATENTS, "indexer_types": ["full", "shared"]}),
     }
     prefix, options = classes[name]
-    config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **options, **more})
+    text = "Text" if prefix == "Gemma4" else ""
+    config = getattr(transformers, f"{prefix}{text}Config")(**{**SIZES, **options, **more})
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     return getattr(transformers, f"{prefix}ForCausalLM")(config)

@@ -16,7 +16,7 @@ from cute_kernels.gqa.kernels.scheduler import Scheduler, WorkList, WorkTile
 from cute_kernels.gqa.kernels.smem import CONSTANTS_BUFFERS, NUM_CONSTANTS, Q_BUFFERS, SmemViews
 from cute_kernels.gqa.kernels.softmax import Softmax
 from cute_kernels.gqa.kernels.spread_nan import SpreadNan
-from cute_kernels.gqa.spec import KEYS_PER_WARP as KEYS
+from cute_kernels.gqa.spec import KEYS_PER_TEAM as KEYS
 from cute_kernels.gqa.spec import GqaDecodeSpec
 
 
@@ -39,7 +39,10 @@ class ConsumerWarp:
         """Attention over all work tiles of this CTA: results, partials and their merge."""
         spec = self.spec
         tidx = warp_idx * 32 + lane
-        thread = Thread(warp_idx, lane, tidx)
+        team, part = warp_idx, Int32(0)
+        if const_expr(spec.d_split > 1):
+            team, part = warp_idx // spec.d_split, warp_idx % spec.d_split
+        thread = Thread(warp_idx, lane, tidx, team, part)
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         survey = self.scheduler.survey(work_list, lane)
@@ -183,14 +186,22 @@ class ConsumerWarp:
         scales = smem.scales + slot.index * spec.scale_values
         exists = self.softmax.existing_keys(smem.page_exists + slot.index * spec.page_words, thread)
         g = thread.lane // 4
-        k_scale, v_scale = self._token_scales(scales, thread.warp, g)
+        k_scale, v_scale = self._token_scales(scales, thread, g)
         acc_s = self.qk.scores(k_scale, q, address, thread)
+        parts = smem.s_parts
+        if const_expr(spec.d_split > 1):
+            # tiles take turns: this one's number is slot.index + stages x phase, but for a multiple of 2 x stages
+            turn = (slot.index + spec.stages * slot.phase) % 2
+            parts += cute.assume(turn * (spec.s_part_values // 2), divby=spec.s_part_values // 2)
+            self.qk.store_part(acc_s, parts, thread)
         raw = self.pv.load_v(address + spec.tile("k").size, thread)
         # an arrival may overtake loads that wait behind others, and TMA would write the next tile over these rows
         cute.arch.fence_proxy("async.shared", space="cta")
         self.kv.release(smem, slot)
+        if const_expr(spec.d_split > 1):
+            self.qk.sum_of_parts(acc_s, parts, thread)
 
-        begin = tile * spec.keys_per_tile + thread.warp * KEYS
+        begin = tile * spec.keys_per_tile + thread.team * KEYS
         own = (begin + self.qk.key_row(g), begin + self.qk.key_row(g + 8))
         keys = TileKeys(begin, own, exists, length)
         s = self.softmax.scaled_scores(acc_s, terms, keys, call.scoring.softcap)
@@ -213,18 +224,25 @@ class ConsumerWarp:
         self.pv.accumulate(acc_o, state.zeros, s, v_scale, raw)
 
     @cute.jit
-    def _token_scales(self, scales: cute.Pointer, w: Int32, g: Int32):
+    def _token_scales(self, scales: cute.Pointer, thread: Thread, g: Int32):
         """Scales of tokens and groups of a stage, of K and of V: (key, group) of this thread."""
+        spec = self.spec
         k_groups, v_groups = const_expr(self.qk.k_groups), const_expr(self.qk.v_groups)
+        k_all = const_expr(spec.scale_groups(spec.k_scales))
+        k_first, v_first = Int32(0), Int32(k_all)
+        if const_expr(k_all > k_groups):
+            k_first = k_groups * thread.part
+        if const_expr(spec.scale_groups(spec.v_scales) > v_groups):
+            v_first = k_all + v_groups * thread.part
         k_scale = cute.make_rmem_tensor((2, max(k_groups, 1)), Float32)
         v_scale = cute.make_rmem_tensor((2, max(v_groups, 1)), Float32)
-        sScale = cute.make_tensor(scales, cute.make_layout((self.spec.keys_per_tile, k_groups + v_groups + 1)))
+        sScale = cute.make_tensor(scales, cute.make_layout((spec.keys_per_tile, spec.key_scales + 1)))
         for k in cutlass.range_constexpr(2):
-            key = w * KEYS + self.qk.key_row(g + 8 * k)
+            key = thread.team * KEYS + self.qk.key_row(g + 8 * k)
             for group in cutlass.range_constexpr(k_groups):
-                k_scale[k, group] = sScale[key, group]
+                k_scale[k, group] = sScale[key, k_first + group]
             for group in cutlass.range_constexpr(v_groups):
-                v_scale[k, group] = sScale[key, k_groups + group]
+                v_scale[k, group] = sScale[key, v_first + group]
         return k_scale, v_scale
 
 

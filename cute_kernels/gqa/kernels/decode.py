@@ -4,7 +4,8 @@ A CTA decodes a block of query rows (tokens x heads) of one KV head over a range
 scheduler.py), in tiles of 128 keys. Operands are swapped (swap_ab): keys are rows of the matrix products and query rows
 their columns, S^T = K Q^T, O^T = V^T P^T with mma.sync m16n8k16. So 8 query rows fill an instruction, and a byte of K
 or V is widened in the registers of the one warp that uses it (device/operands.py). Each consumer warp has 16 keys of
-every tile, and its own row_max, row_sum and O: warps meet only where a sequence ends.
+every tile, and its own row_max, row_sum and O: warps meet only where a sequence ends. With d 512 a team of four warps
+has them, and each warp a quarter of d: it would have no registers for all of O. A team adds up S once a tile (qk.py).
 
 Scales of whole heads join the softmax scale and the result. Scales of tokens multiply S, and P before it is rounded.
 Scales of groups multiply partial sums of S, and P once a group. So dequantization costs a few instructions a key.
@@ -12,8 +13,8 @@ Scales of groups multiply partial sums of S, and P once a group. So dequantizati
 Q is scaled by a power of two per row, so that float16 holds it whatever its size; S is scaled back in float32.
 
 Roles (384 threads; 160 without warps 9 to 11 and with tiles of 64 keys where a token has 512 bytes)
-  warp 0..7   consumers, 200 registers: 16 keys of each tile (consumer.py: load_q.py, qk.py, softmax.py, pv.py,
-              spread_nan.py), then the results (epilogue.py, merge.py)
+  warp 0..7   consumers, 200 registers: 16 keys of each tile, or a part of d of them (consumer.py: load_q.py, qk.py,
+              softmax.py, pv.py, spread_nan.py), then the results (epilogue.py, merge.py)
   warp 8      load, 104 registers: TMA copies of K and V, `stages` tiles ahead (load.py)
   warp 9..11  scales of tokens, where there are any (scales.py)
 
@@ -26,7 +27,8 @@ bfloat16, d 128
   kv_full[2]          1 + 65,536 bytes  K and V are in the stage
   kv_empty[2]       256                 consumers have K and V in registers
   warp_o_empty      256                 consumers have read the O of all warps
-Named barrier CONSUMERS: all consumers, where Q and where the warps' results change hands.
+Named barriers: CONSUMERS, all consumers, where Q and where the warps' results change hands; TEAM + i, the warps of team
+i, where parts of S do.
 
 Shared memory is listed in smem.py; with int8, d 128, 8 columns and scales of tokens: 4 stages, 178 KB.
 

@@ -1,4 +1,4 @@
-"""The epilogue of the decode kernel: the warps of a CTA add up what they have, and a whole sequence is stored."""
+"""The epilogue of the decode kernel: the teams of a CTA add up what they have, and a whole sequence is stored."""
 
 import cutlass
 import cutlass.cute as cute
@@ -31,25 +31,28 @@ class Epilogue(Fragments):
 
     @cute.jit
     def gather_warps(self, state: SoftmaxState, smem: SmemViews, thread: Thread):
-        """Every warp's O, row_max and row_sum into shared memory."""
+        """Every warp's part of O, and every team's row_max and row_sum, into shared memory."""
         spec = self.spec
-        w, lane, _ = thread
+        w, lane = thread.team, thread.lane
         acc_o, row_max, row_sum, zeros = state
         g, t = lane // 4, lane % 4
+        stores_softmax = g == 0
+        if const_expr(spec.d_split > 1):
+            stores_softmax = lane + 32 * thread.part < 4
         sSoftmax = warp_softmax_tensor(spec, smem)
         for i in cutlass.range_constexpr(self.thread_columns):
             for step in cutlass.range_constexpr(3):
                 row_sum[i] += cute.arch.shuffle_sync_bfly(row_sum[i], 4 << step)
                 if const_expr(spec.rotated):
                     zeros[i] += cute.arch.shuffle_sync_bfly(zeros[i], 4 << step)
-            if g == 0:
+            if stores_softmax:
                 n = 8 * (i // 2) + 2 * t + i % 2
                 sSoftmax[n, w, 0] = row_max[i]
                 sSoftmax[n, w, 1] = row_sum[i]
         sO = warp_o_tensor(spec, smem)
         for i in cutlass.range_constexpr(self.thread_columns):
             n = 8 * (i // 2) + 2 * t + i % 2
-            for m in cutlass.range_constexpr(spec.d // 16):
+            for m in cutlass.range_constexpr(self.d // 16):
                 for e in cutlass.range_constexpr(2):
                     o = acc_o[m][i // 2][2 * e + i % 2]
                     if const_expr(spec.rotated):
@@ -57,7 +60,10 @@ class Epilogue(Fragments):
                         if const_expr(spec.d == 256):  # the stage of `unrotate` between vectors that two warps have
                             other = acc_o[m ^ 8][i // 2][2 * e + i % 2] - zeros[i]
                             o = o + other if const_expr(m < 8) else other - o
-                    sO[self.row_of_o(m, g, e), n, w] = o
+                    row = self.row_of_o(m, g, e)
+                    if const_expr(spec.d_split > 1):
+                        row += self.d * thread.part
+                    sO[row, n, w] = o
         self.sync()
 
     @cute.jit
@@ -93,15 +99,15 @@ class Epilogue(Fragments):
 
     @cute.jit
     def merge_warps(self, smem: SmemViews, n: Int32, vector: Int32):
-        """(a vector of O, row_max, row_sum) of a column over all warps."""
+        """(a vector of O, row_max, row_sum) of a column over all teams."""
         spec = self.spec
         sSoftmax = warp_softmax_tensor(spec, smem)
         row_max, row_sum = sSoftmax[n, 0, 0], Float32(0.0)
-        for w in cutlass.range_constexpr(1, spec.warps):
+        for w in cutlass.range_constexpr(1, spec.teams):
             row_max = cute.arch.fmax(row_max, sSoftmax[n, w, 0])
         acc, other = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(4, Float32)
         acc.fill(0.0)
-        for w in cutlass.range_constexpr(spec.warps):
+        for w in cutlass.range_constexpr(spec.teams):
             weight = softmax.rescaling(sSoftmax[n, w, 0], row_max)
             row_sum += sSoftmax[n, w, 1] * weight
             cute.autovec_copy(self._vector(smem, n, vector, w), other)
@@ -111,17 +117,17 @@ class Epilogue(Fragments):
 
     @cute.jit
     def sum_of_warps(self, smem: SmemViews, n: Int32, vector: Int32, warps) -> cute.Tensor:
-        """A vector of a column, added up over the first `warps` warps."""
+        """A vector of a column, added up over the O of the first `warps` teams."""
         acc, other = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(4, Float32)
         acc.fill(0.0)
-        for w in cutlass.range(warps, unroll=self.spec.warps):
+        for w in cutlass.range(warps, unroll=self.spec.teams):
             cute.autovec_copy(self._vector(smem, n, vector, w), other)
             for c in cutlass.range_constexpr(4):
                 acc[c] += other[c]
         return acc
 
     def _vector(self, smem: SmemViews, n: Int32, vector: Int32, w) -> cute.Tensor:
-        """A vector of a column in the O of a warp."""
+        """A vector of a column in the O of a team."""
         offset = cute.assume((w * self.spec.columns + n) * self.spec.warp_o_stride + 4 * vector, divby=4)
         return cute.make_tensor(smem.warp_o + offset, cute.make_layout(4))
 

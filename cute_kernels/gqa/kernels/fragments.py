@@ -13,22 +13,29 @@ from cutlass.cute.nvgpu import warp
 from cute_kernels.device import operands
 from cute_kernels.gqa.codes import element
 from cute_kernels.gqa.layouts import Which
-from cute_kernels.gqa.spec import KEYS_PER_WARP as KEYS
+from cute_kernels.gqa.spec import KEYS_PER_TEAM as KEYS
 from cute_kernels.gqa.spec import GqaDecodeSpec
 
 
 class Thread(NamedTuple):
-    """A consumer thread: its warp, its lane, and its number among all consumer threads."""
+    """A consumer thread.
+
+    tidx  its number among all consumer threads
+    team  of warps that share 16 keys of every tile
+    part  of d that its warp has
+    """
 
     warp: Int32
     lane: Int32
     tidx: Int32
+    team: Int32
+    part: Int32
 
 
 class SoftmaxState(NamedTuple):
     """What a warp accumulates, in registers.
 
-    acc_o    O^T, relative to row_max: a fragment for each 16 rows of d and 8 columns
+    acc_o    its part of O^T, relative to row_max: a fragment for each 16 rows of d and 8 columns
     row_max  of a thread's columns, in units of log2: the maximum that P is relative to
     row_sum  of P over the keys that this thread has seen
     zeros    likewise of P times scale and zero point of V, which O has too much; where codes have zero points
@@ -74,8 +81,11 @@ class Fragments:
         self.spec = spec
         self.n_tiles = spec.columns // 8
         self.thread_columns = spec.columns // 4
-        self.k_groups = spec.scale_groups(spec.k_scales)
-        self.v_groups = spec.scale_groups(spec.v_scales)
+        self.d = spec.d // spec.d_split  # of the warp's part
+        self.k_groups, self.v_groups = (
+            groups // spec.d_split if groups > 1 else groups
+            for groups in map(spec.scale_groups, (spec.k_scales, spec.v_scales))
+        )
         self.codes = spec.codes
         self.v_codes = spec.v_codes
         self.may_be_nan = spec.v_codes.not_finite is not None
@@ -105,7 +115,7 @@ class Fragments:
         """O^T: a fragment for each 16 rows of d and 8 columns."""
         mma = self.mma(self.v_dtype)
         shape = mma.partition_shape_C((16, 8))
-        return [[mma.make_fragment_C(shape) for _ in range(self.n_tiles)] for _ in range(self.spec.d // 16)]
+        return [[mma.make_fragment_C(shape) for _ in range(self.n_tiles)] for _ in range(self.d // 16)]
 
     def v_registers(self, m: int) -> range:
         """Which registers of the raw values have rows 16 m .. 16 m + 15 of V^T."""
@@ -113,10 +123,19 @@ class Fragments:
         return range(count * m, count * (m + 1))
 
     def row_of_o(self, m: int, g, half: int):
-        """Which element of a vector the accumulators of block m have in row g, or g + 8 where half is 1."""
+        """Which element of the warp's part the accumulators of block m have in row g, or g + 8 where half is 1."""
         if self.v_codes.values == 2:  # see `codes.Uint4`
             return 32 * (m // 2) + 4 * g + 2 * (m % 2) + half
         return 16 * m + (2 * g + half if self.interleaved_d else g + 8 * half)
+
+    def part_address(self, which: Which, tile, part):
+        """Address of a part of K or V: what `chunk_address` is given, so that its chunks are those of the part."""
+        if self.spec.d_split == 1:
+            return tile
+        if self.x_packed:
+            return tile + part * (self.page_bytes // self.spec.d_split)
+        shape = self.spec.tile(which)
+        return tile + part * (shape.segments // self.spec.d_split * self.spec.keys_per_tile * shape.pitch)
 
     def chunk_address(self, which: Which, tile, row, chunk: int, half):
         """Address of 16 bytes of a token of K or V: those of chunk + half, of row `row` of the tile, half 0 or 1."""
@@ -136,14 +155,15 @@ class Fragments:
 
     @cute.jit
     def load_v(self, address: Int32, thread: Thread) -> cute.Tensor:
-        """The warp's keys of V: 2 registers for each 16 rows of V^T, 4 of 16-bit numbers.
+        """The warp's part of its keys of V: 2 registers for each 16 rows of V^T, 4 of 16-bit numbers.
 
         address: of V of the tile in shared memory.
         """
         spec = self.spec
-        w, lane, _ = thread
+        w, lane = thread.team, thread.lane
+        address = self.part_address("v", address, thread.part)
         page = spec.box_rows
-        loads = const_expr(spec.d * self.v_codes.itemsize // self.v_codes.values // 32)
+        loads = const_expr(self.d * self.v_codes.itemsize // self.v_codes.values // 32)
         raw = cute.make_rmem_tensor(4 * loads, Int32)
         for i in cutlass.range_constexpr(loads):
             if const_expr(not self.x_packed):

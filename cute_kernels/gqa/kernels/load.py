@@ -156,7 +156,15 @@ class LoadWarp:
                 for e in cutlass.range_constexpr(1, self.entries):
                     entry = cutlass.select_(i >= e * WARP, pages[e], entry)
                 outer = cute.arch.shuffle_sync(entry, (in_batch * self.boxes + i) % WARP)
-            for c in cutlass.range_constexpr(cute.size(copies[0].sTile, mode=[2])):
-                for load, gTile, sTile in copies:
-                    if const_expr(c < cute.size(sTile, mode=[2])):  # V may have fewer row segments than K
+            segments = const_expr(cute.size(copies[0].sTile, mode=[2]))
+            if const_expr(self.spec.d > 256 and self.boxes > 1):  # ptxas spills an address if these are unrolled
+                for c in cutlass.range(segments, unroll=1):
+                    for load, gTile, sTile in copies:
                         cute.copy(load, gTile[None, row, c, head, outer], sTile[None, i, c, stage], tma_bar_ptr=full)
+            else:
+                for c in cutlass.range_constexpr(segments):
+                    for load, gTile, sTile in copies:
+                        if const_expr(c < cute.size(sTile, mode=[2])):  # V may have fewer row segments than K
+                            cute.copy(
+                                load, gTile[None, row, c, head, outer], sTile[None, i, c, stage], tma_bar_ptr=full
+                            )

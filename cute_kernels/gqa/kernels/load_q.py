@@ -62,7 +62,7 @@ class LoadQ:
         Columns past the last row repeat it; nobody stores their results.
         """
         spec = self.spec
-        w, lane, _ = thread
+        w, lane = thread.warp, thread.lane
         b, kv_head, block, ratio, s_q = query
         k_scales, v_scales = call.k_scales, call.v_scales
         if const_expr(spec.k_scales == "per_head"):
@@ -83,7 +83,7 @@ class LoadQ:
     def store(self, rows: QueryRows, sQ: cute.Pointer, constants: cute.Pointer, thread: Thread):
         """What `fetch` has loaded into shared memory: Q as fragments of B, and the constants of its columns."""
         spec, lanes = self.spec, self.lanes
-        w, lane, _ = thread
+        w, lane = thread.warp, thread.lane
         words = cute.make_tensor(cute.recast_ptr(sQ, dtype=Int32), cute.make_layout(spec.columns * spec.d // 2))
         sConstants = column_constants(spec, constants)
         for i in cutlass.range_constexpr(self.rounds):

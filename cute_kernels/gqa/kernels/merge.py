@@ -103,6 +103,8 @@ class Merge(Epilogue):
         rows = cutlass.min(ratio.divisor * s_q - block * spec.columns, spec.columns)
         columns_at_once = cutlass.min(rows, spec.warps)
         column_warps = spec.warps // columns_at_once
+        if const_expr(spec.d_split > 1):  # each leaves its sum in the O of a team
+            column_warps = cutlass.min(column_warps, spec.teams)
         rank = w // columns_at_once  # of this warp among those of a column
         for i_round in cutlass.range_constexpr(max(spec.columns // spec.warps, 1)):
             n = w % columns_at_once + i_round * spec.warps
@@ -239,8 +241,8 @@ class Merge(Epilogue):
                 for c in cutlass.range_constexpr(4):
                     sO[4 * vector + c, n, 0] = acc[c]
                 if vector == 0:
-                    sSoftmax[n, spec.warps, 0] = row_max
-                    sSoftmax[n, spec.warps, 1] = row_sum
+                    sSoftmax[n, spec.teams, 0] = row_max
+                    sSoftmax[n, spec.teams, 1] = row_sum
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         cta_vectors = const_expr(spec.columns * self.vectors // cluster)  # that this CTA merges
@@ -251,9 +253,9 @@ class Merge(Epilogue):
             index = rank * cta_vectors + cutlass.min(own, cta_vectors - 1)
             n, vector = index // self.vectors, index % self.vectors
             values = cluster_shared.remote_vector(smem.warp_o + n * spec.warp_o_stride + 4 * vector, other)
-            stats = smem.warp_softmax + n + spec.columns * spec.warps
+            stats = smem.warp_softmax + n + spec.columns * spec.teams
             row_max = cluster_shared.remote_value(stats, other)
-            row_sum = cluster_shared.remote_value(stats + spec.columns * (spec.warps + 1), other)
+            row_sum = cluster_shared.remote_value(stats + spec.columns * (spec.teams + 1), other)
             final_max = cute.arch.warp_reduction(row_max, cute.arch.fmax, threads_in_group=cluster)
             weight = softmax.rescaling(row_max, final_max)
             row_sum = cute.arch.warp_reduction_sum(row_sum * weight, threads_in_group=cluster)

@@ -11,13 +11,14 @@ class NamedBarrier(IntEnum):
     """Barrier 0 is that of all threads of the CTA."""
 
     CONSUMERS = 1  # all consumer warps: Q, or results of the warps, change hands
+    TEAM = 2  # the warps of team 0: parts of S change hands; team i has barrier TEAM + i
 
 
 class GqaPipelines(NamedTuple):
     """Edges between the roles.
 
     kv      key tiles, from the load and scale warps to the consumers
-    warp_o  O of each warp, which consumers read in the epilogue of a sequence; tiles are sequences
+    warp_o  O of each team of warps, which consumers read in the epilogue of a sequence; tiles are sequences
     """
 
     kv: Pipeline

@@ -20,7 +20,7 @@ class PV(Fragments):
         spec = self.spec
         mma = self.mma(self.v_dtype)
         groups = max(self.v_groups, 1)
-        blocks = spec.d // 16
+        blocks = self.d // 16
         shape_b, shape_a = mma.partition_shape_B((8, 16)), mma.partition_shape_A((16, 16))
         b = [[mma.make_fragment_B(shape_b) for _ in range(groups)] for _ in range(self.n_tiles)]
         scaled_p = cute.make_rmem_tensor(4, Float32)

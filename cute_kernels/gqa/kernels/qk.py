@@ -1,12 +1,19 @@
-"""QK of a consumer warp: S^T = K Q^T for 16 keys of a tile."""
+"""QK of a consumer warp: S^T = K Q^T for 16 keys of a tile; the warps of a team add up what they have of it.
+
+With d 512 a team of four warps has 16 keys, and each a quarter of d. Each stores its part of S in shared memory, and
+after a barrier of the team all four read all parts and add them in the same order. So they hold the same bits, and none
+waits for another in softmax and PV. Two tiles of parts take turns: a warp that stores its next part has passed the
+barrier of the tile between, which the others reach after they have read this one.
+"""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.device import operands
 from cute_kernels.gqa.kernels.fragments import Fragments, Thread
-from cute_kernels.gqa.spec import KEYS_PER_WARP as KEYS
+from cute_kernels.gqa.kernels.pipelines import NamedBarrier
+from cute_kernels.gqa.spec import KEYS_PER_TEAM as KEYS
 
 
 class QK(Fragments):
@@ -14,22 +21,25 @@ class QK(Fragments):
 
     @cute.jit
     def scores(self, k_scale: cute.Tensor, sQ: cute.Pointer, address: Int32, thread: Thread):
-        """S^T of the warp's keys, scales of tokens and groups included: a fragment for each 8 columns.
+        """S^T of the warp's keys and part of d, scales of tokens and groups included: a fragment for each 8 columns.
 
         address: of K of the tile in shared memory.
         """
         spec = self.spec
-        w, lane, _ = thread
+        w, lane = thread.team, thread.lane
+        address = self.part_address("k", address, thread.part)
         mma = self.mma(self.k_dtype)
         shape = mma.partition_shape_C((16, 8))
         # Two sums for each 8 columns: in a chain of products each waits 33 cycles for the one before it.
         chains = [[mma.make_fragment_C(shape) for _ in range(self.n_tiles)] for _ in range(2)]
         acc_s = [mma.make_fragment_C(shape) for _ in range(self.n_tiles)]
-        steps = spec.d // 16
+        steps = self.d // 16
         group_steps = steps // max(self.k_groups, 1)
+        first = cute.recast_ptr(sQ, dtype=Int32)
+        if const_expr(spec.d_split > 1):
+            first += cute.assume(thread.part * (64 * steps), divby=64 * steps)
         words = cute.make_tensor(
-            cute.recast_ptr(sQ, dtype=Int32),
-            cute.make_ordered_layout((4, 32, steps // 2, self.n_tiles), order=(0, 1, 2, 3)),
+            first, cute.make_layout((4, 32, steps // 2, self.n_tiles), stride=(1, 4, 128, 4 * spec.d))
         )
         a = mma.make_fragment_A(mma.partition_shape_A((16, 32)))
         b = mma.make_fragment_B(mma.partition_shape_B((8, 32)))
@@ -60,3 +70,28 @@ class QK(Fragments):
                             x *= k_scale[e // 2, group]
                         acc_s[n][e] = x if const_expr(group == 0) else acc_s[n][e] + x
         return acc_s
+
+    @cute.jit
+    def store_part(self, acc_s: list, parts: cute.Pointer, thread: Thread):
+        """This warp's part of S, where the others of its team read it."""
+        for n in cutlass.range_constexpr(self.n_tiles):
+            target = self._part(parts, thread.warp, n, thread.lane)
+            for e in cutlass.range_constexpr(4):
+                target[e] = acc_s[n][e]
+
+    @cute.jit
+    def sum_of_parts(self, acc_s: list, parts: cute.Pointer, thread: Thread):
+        """S of the whole team; waits for its warps."""
+        split = self.spec.d_split
+        cute.arch.barrier(barrier_id=NamedBarrier.TEAM + thread.team, number_of_threads=32 * split)
+        other = cute.make_rmem_tensor(4, Float32)
+        for n in cutlass.range_constexpr(self.n_tiles):
+            for part in cutlass.range_constexpr(split):
+                cute.autovec_copy(self._part(parts, thread.team * split + part, n, thread.lane), other)
+                for e in cutlass.range_constexpr(4):
+                    acc_s[n][e] = other[e] if const_expr(part == 0) else acc_s[n][e] + other[e]
+
+    def _part(self, parts: cute.Pointer, warp: Int32, n: int, lane: Int32) -> cute.Tensor:
+        """What a lane has of a warp's fragment of S for 8 columns."""
+        offset = cute.assume(((warp * self.n_tiles + n) * 32 + lane) * 4, divby=4)
+        return cute.make_tensor(parts + offset, cute.make_layout(4))

@@ -20,8 +20,9 @@ class SmemViews(NamedTuple):
     tiles         stages x (K, V) x keys x d x itemsize: rows of 128 bytes (64, 32), swizzled; pages of paged_vllm as
                   they lie in global memory
     q             2 buffers x columns x d as fragments of B: a lane's 16 bytes of two k steps are neighbours
-    warp_o        warps x columns x (d + 4) float32: O of each warp
-    warp_softmax  2 x (warps + 1) x columns float32: row_max and row_sum of each warp, and of all for a cluster
+    warp_o        teams x columns x (d + 4) float32: O of each team; a team is a warp where warps do not split d
+    warp_softmax  2 x (teams + 1) x columns float32: row_max and row_sum of each team, and of all for a cluster
+    s_parts       2 tiles x warps x 16 x columns float32: parts of S, where warps split d; see `qk`
     constants     3 buffers x columns x 3 float32: see `column_constants`
     scales        stages x keys x scales of a token, float32
     page_exists   a bit for each TMA copy of a stage: its page exists
@@ -33,6 +34,7 @@ class SmemViews(NamedTuple):
     q: cute.Pointer
     warp_o: cute.Pointer
     warp_softmax: cute.Pointer
+    s_parts: cute.Pointer
     constants: cute.Pointer
     scales: cute.Pointer
     page_exists: cute.Pointer
@@ -48,8 +50,9 @@ def allocate(spec: GqaDecodeSpec) -> SmemViews:
     dtype, q_dtype = spec.codes.element(), element(spec.k_operand)
     tiles = array(dtype, spec.stages * spec.stage_bytes // spec.itemsize, byte_alignment=1024)
     q = array(q_dtype, Q_BUFFERS * spec.columns * spec.d, byte_alignment=16)
-    warp_o = array(Float32, spec.warps * spec.columns * spec.warp_o_stride, byte_alignment=16)
-    warp_softmax = array(Float32, 2 * (spec.warps + 1) * spec.columns, byte_alignment=16)
+    warp_o = array(Float32, spec.teams * spec.columns * spec.warp_o_stride, byte_alignment=16)
+    warp_softmax = array(Float32, 2 * (spec.teams + 1) * spec.columns, byte_alignment=16)
+    s_parts = array(Float32, spec.s_part_values, byte_alignment=16) if spec.s_part_values else warp_o
     constants = array(Float32, CONSTANTS_BUFFERS * NUM_CONSTANTS * spec.columns, byte_alignment=16)
     scales = array(Float32, max(spec.stages * spec.scale_values, 1), byte_alignment=16)
     page_exists = array(Int32, spec.stages * spec.page_words, byte_alignment=4)
@@ -60,6 +63,7 @@ def allocate(spec: GqaDecodeSpec) -> SmemViews:
         q=q,
         warp_o=warp_o,
         warp_softmax=warp_softmax,
+        s_parts=s_parts,
         constants=constants,
         scales=scales,
         page_exists=page_exists,
@@ -76,11 +80,11 @@ def column_constants(spec: GqaDecodeSpec, constants: cute.Pointer) -> cute.Tenso
 
 
 def warp_o_tensor(spec: GqaDecodeSpec, smem: SmemViews) -> cute.Tensor:
-    """O of each warp: (d, column, warp)."""
+    """O of each team: (d, column, team)."""
     stride = (1, spec.warp_o_stride, spec.warp_o_stride * spec.columns)
-    return cute.make_tensor(smem.warp_o, cute.make_layout((spec.d, spec.columns, spec.warps), stride=stride))
+    return cute.make_tensor(smem.warp_o, cute.make_layout((spec.d, spec.columns, spec.teams), stride=stride))
 
 
 def warp_softmax_tensor(spec: GqaDecodeSpec, smem: SmemViews) -> cute.Tensor:
-    """(column, warp, 0 for row_max or 1 for row_sum); the last warp stands for all."""
-    return cute.make_tensor(smem.warp_softmax, cute.make_layout((spec.columns, spec.warps + 1, 2)))
+    """(column, team, 0 for row_max or 1 for row_sum); the last team stands for all."""
+    return cute.make_tensor(smem.warp_softmax, cute.make_layout((spec.columns, spec.teams + 1, 2)))

@@ -11,7 +11,7 @@ from cute_kernels.gqa.kernels.arguments import QueryBlock, Scoring, Sizes
 from cute_kernels.gqa.kernels.fragments import Fragments, ScoreTerms, SoftmaxState, Thread, TileKeys
 from cute_kernels.gqa.kernels.smem import S_SCALE, column_constants
 from cute_kernels.gqa.kernels.softcap import capped
-from cute_kernels.gqa.spec import KEYS_PER_WARP as KEYS
+from cute_kernels.gqa.spec import KEYS_PER_TEAM as KEYS
 from cute_kernels.gqa.spec import GqaDecodeSpec
 
 RESCALE_THRESHOLD = 8.0  # growth of a score over row_max, in units of log2, that moves row_max
@@ -38,7 +38,7 @@ class Softmax(Fragments):
         """Clears the state; loads what the scores of each column are multiplied by, and its ALiBi line."""
         spec = self.spec
         b, kv_head, block, ratio, s_q = query
-        for m in cutlass.range_constexpr(spec.d // 16):
+        for m in cutlass.range_constexpr(self.d // 16):
             for n in cutlass.range_constexpr(self.n_tiles):
                 state.acc_o[m][n].fill(0.0)
         state.row_max.fill(-Float32.inf)
@@ -64,7 +64,7 @@ class Softmax(Fragments):
         """Bit i: row i of S has a page that exists; `page_exists` has a bit for each TMA copy of the tile."""
         bits = Int32(-1)
         if const_expr(self.spec.paged):
-            box = (thread.warp * KEYS + self.key_row(thread.lane % 16)) // self.spec.box_rows
+            box = (thread.team * KEYS + self.key_row(thread.lane % 16)) // self.spec.box_rows
             word = cute.make_tensor(page_exists, cute.make_layout(self.spec.page_words))[box // 32]
             bits = cute.arch.vote_ballot_sync(((word >> (box % 32)) & 1) == 1)
         return bits
@@ -141,7 +141,7 @@ class Softmax(Fragments):
                 row_sum[i] *= alpha[i]
                 if const_expr(self.spec.rotated):
                     zeros[i] *= alpha[i]
-            for m in cutlass.range_constexpr(self.spec.d // 16):
+            for m in cutlass.range_constexpr(self.d // 16):
                 for n in cutlass.range_constexpr(self.n_tiles):
                     for e in cutlass.range_constexpr(4):
                         acc_o[m][n][e] *= alpha[2 * n + e % 2]

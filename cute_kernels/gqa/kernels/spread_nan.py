@@ -44,7 +44,7 @@ class SpreadNan(PV):
     @cute.jit
     def _spread_scales(self, acc_o: list, v_scale: cute.Tensor, sees: Int32):
         """A scale that is not finite: NaN in all of its group."""
-        blocks = self.spec.d // 16
+        blocks = self.d // 16
         for group in cutlass.range_constexpr(self.v_groups):
             nan_keys = [self._is_nan(v_scale[k, group]) for k in range(2)]
             keys = cutlass.select_(nan_keys[0], Int32(1), Int32(0)) | cutlass.select_(nan_keys[1], Int32(2), Int32(0))
@@ -80,7 +80,7 @@ class SpreadNan(PV):
         a = mma.make_fragment_A(mma.partition_shape_A((16, 16)))
         product = mma.make_fragment_C(mma.partition_shape_C((16, 8)))
         zero = Int32(0)
-        for m in cutlass.range_constexpr(spec.d // 16):
+        for m in cutlass.range_constexpr(self.d // 16):
             # Found again for each block, after the block before: keeping what `any_nan` has found would spill at d 256.
             found = [self._not_finite(registers.opaque(raw[i] + zero)) for i in self.v_registers(m)]
             self.widen_v(a, [(x >> 1) & 0x7FFFFFFF for x in found], m)  # 2.0 in all three types

@@ -27,14 +27,14 @@ SCALED = {INT8: "int8", FP8_SCALED: "fp8_per_token_head"}
 """Caches with a scale for each token and head: vLLM's name, and the kind of `kv_append`."""
 CODES = {INT8: torch.int8, FP8_SCALED: torch.float8_e4m3fn}
 SCALE_BYTES = 4
-HEAD_DIMS, PREFILL_HEAD_DIMS = (64, 128, 256), (64, 128)
+HEAD_DIMS, PREFILL_HEAD_DIMS = (64, 128, 256, 512), (64, 128)
 MAX_QUERIES = MAX_S_Q
 """Query tokens of a request that count as decoding."""
 FP8_MAX = 448.0
 COPY_BYTES = 256 << 20
 """Of the keys and values that prompts have as 16-bit numbers at one time: 65,536 tokens of 8 heads of 128."""
-FLASH_ATTENTION = 3
-"""The version that prompts run on: the one that is made for Hopper."""
+FLASH_ATTENTION, FLASH_DIM = 3, 256
+"""The version that prompts run on: the one that is made for Hopper. The largest head dimension that it has."""
 
 
 class CacheViews(NamedTuple):
@@ -55,6 +55,11 @@ class CacheViews(NamedTuple):
         """Codes (pages, tokens, kv_heads, d), scales (pages, tokens, kv_heads), as vLLM's Triton kernels take them."""
         given = [t for t in self[:4] if t is not None]
         return tuple(given if self.layout == "paged_NHD" else (t.transpose(1, 2) for t in given))
+
+
+def runs_prompts(version: int | None, head_dim: int) -> bool:
+    """Whether prompts run on a version of FlashAttention; others run on the class that our layer extends."""
+    return version == FLASH_ATTENTION and head_dim <= FLASH_DIM
 
 
 def scaled_token_bytes(head_dim: int) -> int:

@@ -30,7 +30,7 @@ from vllm.v1.attention.backends.triton_attn import (
 
 from cute_kernels.integrations.vllm.backends import Function
 from cute_kernels.integrations.vllm.batches import are_fresh, counted, prompts_of, without_decodes
-from cute_kernels.integrations.vllm.calls import FLASH_ATTENTION, FP8, HEAD_DIMS, MAX_QUERIES, SCALED, GqaCalls
+from cute_kernels.integrations.vllm.calls import FP8, HEAD_DIMS, MAX_QUERIES, SCALED, GqaCalls, runs_prompts
 from cute_kernels.integrations.vllm.context_parallel import Ranks, attend_with, refusal
 from cute_kernels.integrations.vllm.prompts import AHEAD, Prompts, attend, reserve
 from cute_kernels.integrations.vllm.warming import warm_layers
@@ -413,7 +413,7 @@ def _max_model_len() -> int:
 def _flash_attention(head_dim: int, alibi: bool, sinks: torch.Tensor | None) -> Callable[..., Any] | None:
     """VLLM's FlashAttention, where its version for a layer is the one that prompts run on. It takes bfloat16 sinks."""
     version = fa_utils.get_flash_attn_version(requires_alibi=alibi, head_size=head_dim)
-    if version != FLASH_ATTENTION or (sinks is not None and sinks.dtype is not torch.bfloat16):
+    if not runs_prompts(version, head_dim) or (sinks is not None and sinks.dtype is not torch.bfloat16):
         return None
     found: Callable[..., Any] = fa_utils.flash_attn_varlen_func
     return found

@@ -45,8 +45,9 @@ class BlockTableKernel:
     | whole blocks to the front         | a vote, a store to shared memory                          |
     | page numbers, virtual pages       | a load, then a store, for each 32 virtual pages           |
 
-    So a list of 16 takes two trips to memory, one after the other: list and length, then page numbers. Blocks past the
-    end of what the query sees are left out; of a page that does not exist the virtual page is -1.
+    So a list of 32 takes four trips to memory, one after the other: length, list, page numbers, those of the last
+    block. That is 2 us on an H100. Blocks past the end of what the query sees are left out; of a page that does not
+    exist the virtual page is -1.
     """
 
     def __init__(self, spec: BlockTableSpec) -> None:

@@ -28,7 +28,7 @@ def calls_of(work: Work) -> list[Call]:
 
 def test_kernels_are_few_and_can_be_built() -> None:
     specs = strategies.kernel_specs()
-    assert len(specs) <= 600 and [spec for spec in specs if spec.can_implement()] == []
+    assert len(specs) <= 650 and [spec for spec in specs if spec.can_implement()] == []
 
 
 def test_a_round_is_named_by_its_seed_and_has_every_operator() -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cute_kernels.gqa.codes import CODES, DTYPES, KINDS, ROTATED, ROTATED_KINDS, TYPES, WIDENED, Codes
-from cute_kernels.gqa.layouts import HEAD_DIMS
+from cute_kernels.gqa.layouts import HEAD_DIMS, ROTATED_DIMS
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class KvGatherSpec:
         rotated = self.v_dtype is not None
         if rotated and (self.one_scale or (self.kv_dtype, self.v_dtype) not in KINDS.values()):
             reasons.append(f"v_dtype is {self.v_dtype}; it goes with int8 or uint8 keys and scales of tokens")
+        if rotated and self.d not in ROTATED_DIMS:
+            reasons.append(f"d is {self.d}; that of a rotated vector is one of {ROTATED_DIMS}")
         if not 1 <= self.warps <= 32:
             reasons.append(f"warps is {self.warps}; a CTA has 1 to 32")
         return reasons
@@ -64,4 +66,4 @@ def shipped_specs() -> list[KvGatherSpec]:
     kinds += [(kv_dtype, True) for kv_dtype in WIDENED if not CODES[kv_dtype].needs_scales]
     specs = [KvGatherSpec(kv_dtype, dtype, d, one) for kv_dtype, one in kinds for dtype in DTYPES for d in HEAD_DIMS]
     rotated = [KINDS[kind] for kind in ROTATED_KINDS]
-    return specs + [KvGatherSpec(k, dtype, d, v_dtype=v) for k, v in rotated for dtype in DTYPES for d in HEAD_DIMS]
+    return specs + [KvGatherSpec(k, dtype, d, v_dtype=v) for k, v in rotated for dtype in DTYPES for d in ROTATED_DIMS]

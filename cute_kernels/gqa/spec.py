@@ -115,7 +115,7 @@ class GqaDecodeSpec:
             reasons.append(
                 f"{self.columns} columns of {self.d}; a warp has room for 8 or 16 of {MAX_ACCUMULATORS} values"
             )
-        elif self.d in HEAD_DIMS and self.kv_dtype in CODES and self.stages < 2:
+        elif self.d in HEAD_DIMS and self.kv_dtype in TYPES and self.stages < 2:
             reasons.append(f"{self.columns} columns of {self.d}; shared memory has no room for two stages beside them")
         for name, scales in (("k_scales", self.k_scales), ("v_scales", self.v_scales)):
             if scales not in SCALES:

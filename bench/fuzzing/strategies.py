@@ -21,7 +21,7 @@ from bench.fuzzing.memory import Image, contiguous_stride, padded_stride
 from cute_kernels.gqa.append_spec import PER_TOKEN_HEAD, KvAppendSpec
 from cute_kernels.gqa.blocks_plan import INDEX_BLOCKS
 from cute_kernels.gqa.codes import INT8, KINDS, ROTATED_KINDS, values_of
-from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, Which, scale_shapes
+from cute_kernels.gqa.layouts import LAYOUTS, ROTATED_DIMS, CacheSizes, Which, scale_shapes
 from cute_kernels.gqa.reference import reference_append
 from cute_kernels.gqa.spec import CLUSTER, GqaDecodeSpec
 from cute_kernels.merge.spec import MergeSpec
@@ -442,7 +442,7 @@ def gqa_append(draw: st.DrawFn, device: torch.device) -> Call:
     kinds: dict[Which, str] = {"k": draw(one_of(*SCALE_NAMES)), "v": draw(one_of(*SCALE_NAMES))}
     layout = draw(one_of(*LAYOUTS))
     stored = draw(one_of(*KINDS)) if draw(chance(40)) else INT8
-    if LAYOUTS[layout].x_packed and stored in ROTATED_KINDS:
+    if stored in ROTATED_KINDS and (LAYOUTS[layout].x_packed or d not in ROTATED_DIMS):
         stored = INT8
     if stored != INT8:  # scales are of one granularity
         kinds, scale_dtype = dict.fromkeys(kinds, "per_token_head"), torch.float32

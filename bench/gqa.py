@@ -20,8 +20,9 @@ import cute_kernels
 from bench import peers
 from bench.run import Case, Work, finite, same_bits
 from bench.timing import Call, sets_to_outgrow_l2
-from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, scale_shapes
-from cute_kernels.gqa.reference import quantize, reference_append, reference_gqa_decode
+from cute_kernels.gqa.codes import KINDS, ROTATED_KINDS
+from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, Which, scale_shapes
+from cute_kernels.gqa.reference import quantize, quantize_rotated, reference_append, reference_gqa_decode, spread_scale
 from cute_kernels.warm.shapes import GqaShape
 from fp8_mla.formats import FP8_MAX
 from tests.kit.compare import relative_error
@@ -29,6 +30,9 @@ from tests.kit.gqa_cases import KV_DTYPES, SCALE_NAMES, GqaCase, check_gqa
 from tests.kit.mla_cases import generator
 from tests.kit.values import FAMILIES, keys, query
 
+FOUR_BITS: Final = "uint8"
+UINT4_SIZE: Final = 0.6
+"""Standard deviation of what random 4-bit codes are with random zero points and a scale of 1, d 128, rotated back."""
 CODE_SIZE: Final = 40.0
 """Standard deviation of the INT8 codes: N(0,1) values quantized by the largest of 128 give 47 or so."""
 SCALE_BYTES: Final = 2
@@ -85,7 +89,15 @@ class Pool:
         self._codes.clear()
 
 
+def types_of(kv_dtype: str) -> dict[Which, str]:
+    """What K and V of a case are: of `KV_DTYPES`, or "uint8"."""
+    k, v = KINDS[kv_dtype] if kv_dtype in ROTATED_KINDS else (kv_dtype, kv_dtype)
+    return {"k": k, "v": v}
+
+
 def _random_codes(count: int, kv_dtype: str, gen: torch.Generator) -> torch.Tensor:
+    if kv_dtype == FOUR_BITS:
+        return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=gen, device=gen.device)
     codes = torch.empty(count, dtype=KV_DTYPES[kv_dtype], device=gen.device)
     for start in range(0, count, ELEMENTS_PER_CHUNK):
         part = codes[start : start + ELEMENTS_PER_CHUNK]
@@ -100,6 +112,7 @@ class GqaDecodeCase(Case):
 
     s_k         tokens of every sequence; with `lengths`, the capacity
     scales      one of `SCALE_NAMES`; "none" for caches without scales
+    kv_dtype    one of `KV_DTYPES`, or a kind of `kv_append` with 4-bit codes, whose scales are float32
     page_size   0 for contiguous layouts
     lengths     tokens of each sequence of a ragged batch, `batch` of them
     """
@@ -149,11 +162,20 @@ class GqaDecodeCase(Case):
         """The fewest bytes: codes, scales, q, out and the block table's entries."""
         reach = self.s_k if self.window is None else self.window + self.s_q - 1
         visible = [min(length, reach) for length in self.seqlens]
-        tokens, itemsize = sum(visible), KV_DTYPES[self.kv_dtype].itemsize
-        scales = tokens * scales_of_token(self.scales, self.h_kv, self.d) * SCALE_BYTES
+        tokens, values = sum(visible), self.h_kv * self.d
+        codes = sum(
+            tokens * values // 2 if name == FOUR_BITS else tokens * values * KV_DTYPES[name].itemsize
+            for name in types_of(self.kv_dtype).values()
+        )
+        scales = tokens * scales_of_token(self.scales, self.h_kv, self.d) * self.scale_dtype.itemsize
         entries = sum(-(-length // self.page_size) for length in visible) if self.page_size else 0
         rows = self.batch * self.s_q * self.h_q
-        return 2 * (tokens * self.h_kv * self.d * itemsize + scales) + 4 * rows * self.d + 4 * entries
+        return codes + 2 * scales + 4 * rows * self.d + 4 * entries
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Of the scales, where there are any."""
+        return torch.float32 if self.kv_dtype in ROTATED_KINDS else torch.float16
 
     @property
     def flops(self) -> int:
@@ -181,9 +203,9 @@ class GqaDecodeCase(Case):
             heads=self.h_q,
             kv_heads=self.h_kv,
             head_dim=self.d,
-            kv_dtype=names[self.kv_dtype],
+            kv_dtype=names.get(self.kv_dtype, self.kv_dtype),
             scales=None if self.scales == "none" else self.scales,
-            scale_dtype="float16",
+            scale_dtype=str(self.scale_dtype).removeprefix("torch."),
             layout=self.layout,
             page_size=self.page_size,
             max_tokens=self.s_k,
@@ -214,12 +236,16 @@ class GqaDecodeCase(Case):
         gen = generator(self.batch * 1000 + self.h_q + self.s_q, pool.device)
         sizes = self.sizes(self.sets)
         caches: dict[str, Any] = {}
-        for name, shape in cache_shapes(self.layout, sizes, KV_DTYPES[self.kv_dtype].itemsize).items():
-            caches[name] = pool.codes(name[0], self.kv_dtype, shape)
+        for which, dtype in types_of(self.kv_dtype).items():
+            name = f"{which}_cache"
+            shape = LAYOUTS[self.layout].shape(which, sizes, KV_DTYPES.get(dtype, torch.uint8).itemsize)
+            shape = (*shape[:-1], shape[-1] // 2) if dtype == FOUR_BITS else shape
+            caches[name] = pool.codes(which, dtype, shape)
             if self.scales != "none":
                 shape = scale_shapes(LAYOUTS[self.layout], sizes)[SCALE_NAMES[self.scales]]
                 scale = torch.rand(shape, generator=gen, device=gen.device) + 0.5
-                caches[f"{name[0]}_scale"] = (scale / (CODE_SIZE if self.kv_dtype == "int8" else 1)).half()
+                scale = scale / {"int8": CODE_SIZE, FOUR_BITS: UINT4_SIZE}.get(dtype, 1)
+                caches[f"{which}_scale"] = scale.to(self.scale_dtype)
         own = [name for name in caches if name.endswith("cache") or has_token_scales(self.scales)]
         pages = torch.randperm(sizes.outer, generator=gen, device=gen.device).int().view(self.sets, self.batch, -1)
         cases = []
@@ -237,6 +263,7 @@ class GqaDecodeCase(Case):
             "cache_seqlens": lengths,
             "block_table": table,
             "window": self.window,
+            "kind": self.kv_dtype if self.kv_dtype in ROTATED_KINDS else None,
         }
         return GqaCase(q=q, **caches, **named)
 
@@ -250,15 +277,20 @@ class GqaDecodeCase(Case):
             cases.append(self._case(query(family, (self.batch, self.s_q, self.h_q, self.d), gen), caches, None))
         return cases
 
-    def _cache_of_family(self, which: str, family: str, gen: torch.Generator) -> dict[str, torch.Tensor]:
-        shape, dtype = (self.batch, self.h_kv, self.s_k, self.d), KV_DTYPES[self.kv_dtype]
+    def _cache_of_family(self, which: Which, family: str, gen: torch.Generator) -> dict[str, torch.Tensor]:
+        name, shape = types_of(self.kv_dtype)[which], (self.batch, self.h_kv, self.s_k, self.d)
         x = heads_of_tokens(family, shape, gen)
-        if self.kv_dtype == "bf16":
+        if name == FOUR_BITS:
+            codes, scale = quantize_rotated(x)
+            return {f"{which}_cache": codes, f"{which}_scale": scale}
+        dtype = KV_DTYPES[name]
+        if name == "bf16":
             return {f"{which}_cache": x.to(dtype)}
-        codes, scale = quantize(x.flatten(0, 2).unsqueeze(1), SCALE_NAMES[self.scales], torch.float16)
-        if self.kv_dtype == "fp8":
+        rows, kind = x.flatten(0, 2).unsqueeze(1), SCALE_NAMES[self.scales]
+        codes, scale = quantize(rows, kind, self.scale_dtype)
+        if name == "fp8":
             scale = (scale.float() * (127 / FP8_MAX)).half()
-            codes = (x / scale.float()).clamp(-FP8_MAX, FP8_MAX).to(dtype)
+            codes = (rows / spread_scale(scale.float(), kind)).clamp(-FP8_MAX, FP8_MAX).to(dtype)
         if FAMILIES[family].unwritten and scale.numel() > 1:
             scale[(codes == 0).all(dim=-1)] = 0
         scale = scale.view(shape[:3]) if scale.numel() > 1 else scale

@@ -12,8 +12,10 @@ from typing import NamedTuple
 import torch
 
 from bench.report import markdown
+from cute_kernels.gqa.codes import INT8, ROTATED_KINDS
+from cute_kernels.gqa.codes import KINDS as STORED
 from cute_kernels.gqa.layouts import ScaleKind
-from cute_kernels.gqa.reference import quantize, quantize_e4m3, quantize_rotated, reference_gqa_decode
+from cute_kernels.gqa.reference import quantize, quantize_as, reference_gqa_decode
 
 BLOCK = "accuracy"
 """Of the page."""
@@ -38,7 +40,7 @@ KINDS = {
     "per_group, 64": ScaleKind("per_group", 64),
     "per_group, 32": ScaleKind("per_group", 32),
 }
-APPENDED = ("fp8_per_token_head", "int8_k_int4_v")
+APPENDED = tuple(kind for kind in STORED if kind != INT8)
 """Other kinds of `kv_append`: float32 scales, one for each token and head."""
 PLAIN = {"none, float8_e4m3fn": torch.float8_e4m3fn, "none, bfloat16": torch.bfloat16}
 """Caches without scales, to compare with."""
@@ -97,12 +99,9 @@ def errors(data: Data, scale_dtype: torch.dtype = torch.float16) -> dict[str, Er
     for name, kind in KINDS.items():
         (k, k_scale), (v, v_scale) = (quantize(x, kind, scale_dtype) for x in (data.k, data.v))
         found[name] = _compare(_attend(data.q, k, v, k_scale, v_scale), want)
-    per_token_head = ScaleKind("per_token_head")
     for name in APPENDED:
-        four_bits = name == "int8_k_int4_v"
-        k, k_scale = quantize(data.k, per_token_head) if four_bits else quantize_e4m3(data.k)
-        v, v_scale = quantize_rotated(data.v) if four_bits else quantize_e4m3(data.v)
-        attended = _attend(data.q, k, v, k_scale, v_scale, kind=name if four_bits else None)
+        (k, k_scale), (v, v_scale) = (quantize_as(code, x) for code, x in zip(STORED[name], data[1:], strict=True))
+        attended = _attend(data.q, k, v, k_scale, v_scale, kind=name if name in ROTATED_KINDS else None)
         found[name] = _compare(attended, want)
     for name, dtype in PLAIN.items():
         found[name] = _compare(_attend(data.q, data.k.to(dtype), data.v.to(dtype)), want)

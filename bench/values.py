@@ -38,7 +38,15 @@ PEER_MUST: Final = {
     mla.MlaCase("sparse", 128, 128, 2).name: {"worst_ratio_peer": 1.25},
 }
 """The two sparse cases whose families FlashMLA is held against."""
-KINDS_OF_CACHE: Final = (("int8", "per_token_head"), ("int8", "per_tensor"), ("fp8", "per_tensor"), ("bf16", "none"))
+KINDS_OF_CACHE: Final = (
+    ("int8", "per_token_head"),
+    ("int8", "per_tensor"),
+    ("fp8", "per_tensor"),
+    ("fp8", "per_token_head"),
+    ("int8_k_int4_v", "per_token_head"),
+    ("int4", "per_token_head"),
+    ("bf16", "none"),
+)
 SINKS_TOGETHER: Final = 5
 """Families of sink attention in turns: inputs and results of one take up to 9 GB."""
 

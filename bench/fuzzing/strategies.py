@@ -7,6 +7,7 @@ another kernel is left out, see `rounds`. On a CPU sizes are small.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -17,8 +18,10 @@ from hypothesis import strategies as st
 from bench import kernels_run
 from bench.fuzzing.calls import Call, Mode
 from bench.fuzzing.memory import Image, contiguous_stride, padded_stride
+from cute_kernels.gqa.append_spec import PER_TOKEN_HEAD, KvAppendSpec
 from cute_kernels.gqa.blocks_plan import INDEX_BLOCKS
-from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, Which, scale_shapes
+from cute_kernels.gqa.codes import INT8, KINDS, ROTATED_KINDS, values_of
+from cute_kernels.gqa.layouts import LAYOUTS, ROTATED_DIMS, CacheSizes, Which, scale_shapes
 from cute_kernels.gqa.reference import reference_append
 from cute_kernels.gqa.spec import CLUSTER, GqaDecodeSpec
 from cute_kernels.merge.spec import MergeSpec
@@ -90,8 +93,20 @@ def kernel_specs() -> list[Any]:
         for rows, n in MERGE_SIZES
     ]
     sinks = [*sink_spec.launched_specs("bfloat16"), *sink_backward_spec.launched_specs("bfloat16")]
-    specs = [*kernels_run.shipped_specs(), *covering.all_specs(), *latent, *merges, *sinks, *_block_specs()]
-    return list(dict.fromkeys(specs))
+    appends = [
+        KvAppendSpec.for_launch(
+            dtype="bfloat16",
+            d=d,
+            h_kv=1,
+            k_scale=PER_TOKEN_HEAD,
+            v_scale=PER_TOKEN_HEAD,
+            scale_dtype="float32",
+            kind=kind,
+        )
+        for d, kind in itertools.product((64, 128, 256), KINDS)
+    ]
+    chosen = [*kernels_run.shipped_specs(), *covering.all_specs(), *latent, *merges, *sinks, *appends, *_block_specs()]
+    return list(dict.fromkeys(chosen))
 
 
 def _block_specs() -> list[GqaDecodeSpec]:
@@ -339,7 +354,7 @@ def _slots(draw: st.DrawFn, tokens: int, num_slots: int, device: torch.device) -
 def gqa_decode(draw: st.DrawFn, device: torch.device) -> Call:
     """A decode with the dtypes, layout, scales and heads of a row of the covering array."""
     on_gpu = device.type == "cuda"
-    row = draw(one_of(*covering.GQA_ROWS))
+    row = draw(one_of(*(covering.FOUR_BIT_ROWS if draw(chance(20)) else covering.GQA_ROWS)))
     batch, h_kv = draw(_batch(on_gpu)), draw(one_of(1, 2, 3, 8) if on_gpu else one_of(1, 2))
     longest = draw(one_of(1, 64, 130, 300, 700) if on_gpu else one_of(1, 40, 130))
     if on_gpu and draw(chance(4)):
@@ -420,23 +435,29 @@ def gqa_rows(case: GqaCase, rows: Sequence[int]) -> GqaCase:
 
 @st.composite
 def gqa_append(draw: st.DrawFn, device: torch.device) -> Call:
-    """Appends new keys and values to INT8 caches of random codes."""
+    """Appends new keys and values to caches of random codes, INT8 or one of the kinds."""
     gen = generator(draw(seeds), device)
     d, h_kv = draw(one_of(64, 128, 256, 512)), draw(one_of(1, 2, 3, 8, 64))
     dtype, scale_dtype = draw(one_of(torch.bfloat16, torch.float16)), draw(one_of(torch.float32, torch.float16))
     kinds: dict[Which, str] = {"k": draw(one_of(*SCALE_NAMES)), "v": draw(one_of(*SCALE_NAMES))}
     layout = draw(one_of(*LAYOUTS))
+    stored = draw(one_of(*KINDS)) if draw(chance(40)) else INT8
+    if stored in ROTATED_KINDS and (LAYOUTS[layout].x_packed or d not in ROTATED_DIMS):
+        stored = INT8
+    if stored != INT8:  # scales are of one granularity
+        kinds, scale_dtype = dict.fromkeys(kinds, "per_token_head"), torch.float32
     page = draw(one_of(*(LAYOUTS[layout].page_sizes or (1, 16, 64, 128))))
     tokens = draw(one_of(0, 1, 7, 33, 130, *((2000,) if device.type == "cuda" else ())))
     sizes = CacheSizes(-(-(tokens + draw(one_of(2, 40))) // page), page, h_kv, d)
     tensors: dict[str, torch.Tensor] = {}
     which: Which
-    for which, kind in kinds.items():
-        codes = torch.randint(
-            -128, 128, LAYOUTS[layout].shape(which, sizes, 1), dtype=torch.int8, generator=gen, device=device
-        )
+    for (which, kind), name in zip(kinds.items(), KINDS[stored], strict=True):
+        shape = LAYOUTS[layout].shape(which, sizes, 1)
+        shape = (*shape[:-1], shape[-1] // values_of(name))
+        codes = torch.randint(-128, 128, shape, dtype=torch.int8, generator=gen, device=device)
         # some granularities are read, others written: all positive and finite
         values = torch.rand(scale_shapes(LAYOUTS[layout], sizes)[SCALE_NAMES[kind]], generator=gen, device=device)
+        codes = codes.view(getattr(torch, name))
         tensors |= {f"{which}_cache": codes, f"{which}_scale": (0.002 + 0.03 * values).to(scale_dtype)}
     new = [torch.randn((tokens, h_kv, d), generator=gen, device=device) for _ in "kv"]
     k, v = (_special(draw, x).to(dtype) for x in new)
@@ -444,12 +465,15 @@ def gqa_append(draw: st.DrawFn, device: torch.device) -> Call:
 
     def oracle(got: Mapping[str, torch.Tensor]) -> list[str]:
         expected = {name: t.cpu().clone() for name, t in tensors.items()}
-        reference_append(k.cpu(), v.cpu(), **expected, slot_mapping=slots.cpu(), layout=layout, kind="int8")
+        reference_append(k.cpu(), v.cpu(), **expected, slot_mapping=slots.cpu(), layout=layout, kind=stored)
         differ = {name: int((bits(got[name]).cpu() != bits(want)).sum()) for name, want in expected.items()}
         return [f"{name}: {count} are not those of reference_append" for name, count in differ.items() if count]
 
-    arguments = {"k": k, "v": v, "slot_mapping": slots, "layout": layout}
-    return Call("kv_int8_append", arguments, Image.of_tensors(tensors), (Mode(tuple(tensors)),), oracle)
+    arguments: dict[str, Any] = {"k": k, "v": v, "slot_mapping": slots, "layout": layout}
+    if stored != INT8:
+        arguments["kind"] = stored
+    name = "kv_int8_append" if stored == INT8 else "kv_append"
+    return Call(name, arguments, Image.of_tensors(tensors), (Mode(tuple(tensors)),), oracle)
 
 
 # ---- merge

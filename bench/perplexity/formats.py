@@ -16,9 +16,10 @@ import torch
 
 import fp8_mla
 from bench.perplexity.models import HEAD_DIM, Attend, causal_attention, logits
-from cute_kernels import gqa_decode, kv_int8_append, mla_fp8_append, mla_fp8_decode
+from cute_kernels import gqa_decode, kv_append, kv_int8_append, mla_fp8_append, mla_fp8_decode
+from cute_kernels.gqa.codes import INT8, KINDS, ROTATED_KINDS, values_of
 from cute_kernels.gqa.layouts import ScaleKind
-from cute_kernels.gqa.reference import dequantize, quantize
+from cute_kernels.gqa.reference import dequantize, quantize, quantize_as
 
 LAYOUT: Final = "BSNH"
 SCALE_DTYPE: Final = torch.float16
@@ -48,11 +49,16 @@ def require_agreement(name: str, got: torch.Tensor, want: torch.Tensor, largest:
 
 
 class GqaFormat(NamedTuple):
-    """How keys and values are kept. `kind`: what shares a scale; None: no scale."""
+    """How keys and values are kept.
+
+    kind    what shares a scale; None: no scale
+    stored  the kind of `kv_append`, if that is not "int8"
+    """
 
     name: str
     dtype: torch.dtype
     kind: ScaleKind | None = None
+    stored: str | None = None
 
     @property
     def calibrated(self) -> bool:
@@ -62,6 +68,8 @@ class GqaFormat(NamedTuple):
     def bytes_per_token(self, h_kv: int, d: int) -> float:
         """Of one token's key and value in one KV head; scales that tokens share count nothing."""
         scales = 0
+        if self.stored is not None:
+            return sum(d / values_of(name) + 4 for name in KINDS[self.stored])
         if self.kind is not None and not self.calibrated:
             scales = 2 * quantize(torch.zeros((1, h_kv, d)), self.kind, SCALE_DTYPE)[1].numel() * SCALE_DTYPE.itemsize
         return 2 * d * self.dtype.itemsize + scales / h_kv
@@ -75,6 +83,7 @@ GQA_FORMATS: Final = (
     GqaFormat("fp8 e4m3, per_tensor", E4M3, ScaleKind("per_tensor")),
     *(GqaFormat(f"int8, {name}", torch.int8, ScaleKind(name)) for name in (*CALIBRATED, "per_token", "per_token_head")),
     GqaFormat("int8, per_group of 32", torch.int8, ScaleKind("per_group", 32)),
+    *(GqaFormat(kind, getattr(torch, types[0]), stored=kind) for kind, types in KINDS.items() if kind != INT8),
 )
 """Heads have 64 elements, so a group of 64 is a head: per_token_head."""
 
@@ -113,14 +122,22 @@ class GqaCache:
         caches, scales = self._written(k.bfloat16(), v.bfloat16())
         both = zip(caches, scales, strict=True)
         keys, values = (dequantize(x, s, LAYOUT, "k", torch.float32) for x, s in both)
+        kind = self.format.stored if self.format.stored in ROTATED_KINDS else None
         out = causal_attention(q.bfloat16().float(), keys, values, softmax_scale).bfloat16().float()
-        last = gqa_decode(q[:, -1:].bfloat16(), *caches, *scales, layout=LAYOUT, softmax_scale=softmax_scale)
+        last = gqa_decode(q[:, -1:].bfloat16(), *caches, *scales, layout=LAYOUT, softmax_scale=softmax_scale, kind=kind)
         assert isinstance(last, torch.Tensor)
         require_agreement(self.format.name, last, out[:, -1:], v.abs().max())
         return out
 
     def _written(self, k: torch.Tensor, v: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """Both caches, and their scales."""
+        slots = torch.arange(k.shape[0] * k.shape[1])
+        if self.format.stored is not None:
+            stored = [quantize_as(name, torch.zeros(k.shape)) for name in KINDS[self.format.stored]]
+            (k_cache, k_scale), (v_cache, v_scale) = stored
+            tokens, kind = (k.flatten(0, 1), v.flatten(0, 1)), self.format.stored
+            kv_append(*tokens, k_cache, v_cache, k_scale, v_scale, slots, layout=LAYOUT, kind=kind)
+            return [k_cache, v_cache], [k_scale, v_scale]
         if self.format.dtype != torch.int8:
             scales: list[torch.Tensor | None] = list(self.scales) or [None, None]
             if self.format.dtype == torch.bfloat16:
@@ -131,7 +148,6 @@ class GqaCache:
         assert self.format.kind is not None
         caches = [torch.zeros(x.shape, dtype=torch.int8) for x in (k, v)]
         kept = self.scales or tuple(quantize(torch.zeros(k.shape), self.format.kind, SCALE_DTYPE)[1] for _ in "kv")
-        slots = torch.arange(k.shape[0] * k.shape[1])
         kv_int8_append(k.flatten(0, 1), v.flatten(0, 1), caches[0], caches[1], kept[0], kept[1], slots, layout=LAYOUT)
         return caches, list(kept)
 

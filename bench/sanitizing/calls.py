@@ -203,9 +203,10 @@ def _gqa(calls: Calls) -> None:
     calls.gqa("int8, pages", **heads, layout="paged_NHD", page_size=16, bad_entries=True, splits=(None, 1, 3))
     calls.gqa("int8, packed pages", **heads, layout="paged_vllm", page_size=8)
     calls.gqa("fp8, scales of groups", **groups, kv_dtype="fp8")
-    calls.gqa("4-bit values", kv_dtype=FOUR_BITS, s_q=2, splits=(None, 1, 3))
+    for kind in FOUR_BITS:
+        calls.gqa(kind, kv_dtype=kind, s_q=2, splits=(None, 1, 3))
     pages: dict[str, Any] = {"layout": "paged_HND", "page_size": 16}
-    calls.gqa("4-bit values, pages, left padding", kv_dtype=FOUR_BITS, d=64, starts=(0, 0, 3, 270), **pages)
+    calls.gqa("int4, pages, left padding", kv_dtype="int4", d=64, starts=(0, 0, 3, 270), **pages)
     calls.gqa("bfloat16, window", kv_dtype="bf16", window=100, sink="inf")
     modifiers: dict[str, Any] = {"s_q": 3, "softcap": 15.0, "alibi": "batch", "q_dtype": torch.float16}
     calls.gqa("int8, softcap and ALiBi", **heads, **modifiers)

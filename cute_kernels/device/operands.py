@@ -81,6 +81,33 @@ def widen_uint4(a: cute.Tensor, x0: Int32, x1: Int32, x2: Int32, x3: Int32):
 
 
 @cute.jit
+def widen_uint4_rows(a: cute.Tensor, x0: Int32, x1: Int32):
+    """Converts bits 0..7 and 16..23 of both registers, less UINT4_CENTER, to float16: rows g (x0) and g + 8 of A.
+
+    0x6400 above four bits reads as 1024 + x, and above four bits further left as 1024 + 16 x: an FMA instead of a
+    shift, which goes through the busier pipe.
+    """
+    source = (x0, x1)
+    r = cute.recast_tensor(a, Int32)
+    for i in cutlass.range_constexpr(2):
+        low = cute.arch.lop3(source[i], Int32(0x000F000F), Int32(0x64006400), LOP3_AND_OR)
+        high = cute.arch.lop3(source[i], Int32(0x00F000F0), Int32(0x64006400), LOP3_AND_OR)
+        r[i] = _fma_pair(low, 0x3C003C00, 0xE408E408)  # x 1 - 1032
+        r[i + 2] = _fma_pair(high, 0x2C002C00, 0xD480D480)  # x 1 / 16 - 72
+
+
+@cute.jit
+def _fma_pair(x: Int32, factor: cutlass.Constexpr, term: cutlass.Constexpr) -> Int32:
+    """A pair of float16 times a pair plus a pair."""
+    constants = f"mov.b32 f, {factor:#x};\nmov.b32 t, {term:#x};\n"
+    return cute.arch.inline_ptx(
+        "{\n.reg .b32 f, t;\n" + constants + "fma.rn.f16x2 {$w0}, {$r0}, f, t;\n}",
+        write_only_types=[Int32],
+        read_only_args=[x],
+    )
+
+
+@cute.jit
 def widen_e4m3(a: cute.Tensor, i: cutlass.Constexpr, j: cutlass.Constexpr, x: Int32):
     """Converts bytes (0, 2) of x to register i of the fragment `a`, bytes (1, 3) to register j, exactly."""
     ordered = Int32(cute.arch.prmt(x, Int32(0), Int32(EVEN_THEN_ODD)))

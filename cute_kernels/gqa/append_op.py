@@ -9,7 +9,7 @@ import torch
 
 from cute_kernels.gqa.append_spec import KvAppendSpec, sharing
 from cute_kernels.gqa.checks import NAMES, Q_DTYPES, SCALE_DTYPES
-from cute_kernels.gqa.codes import INT8, KINDS
+from cute_kernels.gqa.codes import INT8, KINDS, values_of
 from cute_kernels.gqa.layouts import ALIGNMENT, LAYOUTS, CacheLayout, ScaleKind, scale_kind, token_major
 from cute_kernels.gqa.reference import reference_append, sizes_of
 from cute_kernels.gqa.request import APPEND, INT8_APPEND, AppendRequest
@@ -40,6 +40,7 @@ def kv_append(
     | "int8" | int8, as `kv_int8_append` | int8 |
     | "fp8_per_token_head" | e4m3 of x / scale, scale absmax / 448 | the same |
     | "int8_k_int4_v" | int8, a scale per token and head | 4-bit codes of the vector rotated, in pairs |
+    | "int4" | 4-bit codes of the vector rotated, in pairs | the same |
 
     `cute_kernels.gqa.reference` defines the rules, `quantize`, `quantize_e4m3` and `quantize_rotated`; the stored bytes
     are equal. CPU tensors are quantized by plain torch. `cute_kernels.gqa.request` has the arguments.
@@ -88,6 +89,11 @@ def kv_int8_append(
     if torch.is_grad_enabled():
         INT8_APPEND.refuse_gradients(request)
     _append_int8(request)
+
+
+def stored_rows(kind: str, d: int) -> list[tuple[torch.dtype, int]]:
+    """Dtype and size of a row of k_cache and of v_cache, for d values."""
+    return [(getattr(torch, name), d // values_of(name)) for name in KINDS[kind]]
 
 
 class PreparedLaunch(NamedTuple):

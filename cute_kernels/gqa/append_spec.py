@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cute_kernels.gqa.codes import CODES, DTYPES, INT8, KINDS, SCALE_DTYPES, VALUE_KINDS
+from cute_kernels.gqa.codes import DTYPES, INT8, KINDS, ROTATED_KINDS, SCALE_DTYPES, TYPES
 from cute_kernels.gqa.layouts import GROUP_SIZES, HEAD_DIMS, ROTATED_DIMS, ScaleKind
 
 WARP = 32
@@ -94,9 +94,9 @@ class KvAppendSpec:
         scales = (self.k_scale, self.v_scale, self.scale_dtype)
         if self.kind != INT8 and scales != (PER_TOKEN_HEAD, PER_TOKEN_HEAD, "float32"):
             reasons.append(f"kind is {self.kind}; it has float32 scales per token and head")
-        if self.kind in VALUE_KINDS and self.x_packed:
+        if self.kind in ROTATED_KINDS and self.x_packed:
             reasons.append(f"kind is {self.kind}; it needs a layout whose tokens are rows")
-        if self.kind in VALUE_KINDS and self.d not in ROTATED_DIMS:
+        if self.kind in ROTATED_KINDS and self.d not in ROTATED_DIMS:
             reasons.append(f"kind is {self.kind} with d {self.d}; that of a rotated vector is one of {ROTATED_DIMS}")
         if reasons:
             return reasons
@@ -112,9 +112,10 @@ class KvAppendSpec:
     @property
     def expected(self) -> dict[str, Any]:
         """What the compiled kernel is held to."""
-        registers = {0: 48, 1: 48, 2: 64, 3: 80, 4: 112}[self.held]
-        conversion = CODES[self.codes[0]].conversion
-        return {"registers": registers, "instructions": ("LDG.E.128", "STG.E.128", conversion)}
+        keys = TYPES[self.codes[0]]
+        registers = 64 if keys.rotated else {0: 48, 1: 48, 2: 64, 3: 80, 4: 112}[self.held]
+        store = f"STG.E.{8 * VALUES // keys.values}"
+        return {"registers": registers, "instructions": ("LDG.E.128", store, keys.conversion)}
 
 
 def sharing(kind: ScaleKind) -> str:

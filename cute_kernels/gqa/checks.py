@@ -18,15 +18,16 @@ from cute_kernels.runtime.memory import MAX_HEADS
 Q_DTYPES, CACHE_DTYPES, SCALE_DTYPES = (
     tuple(getattr(torch, name) for name in names) for names in (codes.DTYPES, codes.CODES, codes.SCALE_DTYPES)
 )
-VALUE_DTYPES = {kind: getattr(torch, name) for kind, name in codes.VALUE_KINDS.items()}
-NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*CACHE_DTYPES, *VALUE_DTYPES.values(), *SCALE_DTYPES)}
+ROTATED_DTYPES = tuple(getattr(torch, name) for name in codes.ROTATED)
+NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*CACHE_DTYPES, *ROTATED_DTYPES, *SCALE_DTYPES)}
 
 
 def sizes_of(request: Request, layout: CacheLayout) -> CacheSizes:
     """The sizes that both caches of a call agree on."""
     k_cache, v_cache = request["k_cache"], request["v_cache"]
     shapes = tuple(k_cache.shape), tuple(v_cache.shape)
-    return cache_sizes(layout, *shapes, k_cache.element_size(), codes.values_of(NAMES[v_cache.dtype]))
+    values = (codes.values_of(NAMES[cache.dtype]) for cache in (k_cache, v_cache))
+    return cache_sizes(layout, *shapes, k_cache.element_size(), *values)
 
 
 def capacity_of(request: Request, layout: CacheLayout, sizes: CacheSizes) -> int:
@@ -52,9 +53,10 @@ def check(request: Request) -> None:
     batch, s_q, h_q, d = q.shape
     DECODE.check_options(request)
     layout = LAYOUTS[request["layout"]]
-    check_tensor("k_cache", k_cache, dtype=CACHE_DTYPES, device=device)
+    check_tensor("k_cache", k_cache, dtype=(*CACHE_DTYPES, *ROTATED_DTYPES), device=device)
     check_kind(request["kind"], k_cache)
-    check_tensor("v_cache", v_cache, dtype=VALUE_DTYPES.get(request["kind"] or "", k_cache.dtype), device=device)
+    v_dtype = codes.ROTATED_KINDS.get(request["kind"] or "", NAMES[k_cache.dtype])
+    check_tensor("v_cache", v_cache, dtype=getattr(torch, v_dtype), device=device)
     if k_cache.element_size() == 2:
         require(
             k_cache.dtype is q.dtype,
@@ -153,10 +155,13 @@ def _check_indices(request: Request, layout: CacheLayout, sizes: CacheSizes) -> 
 
 
 def check_kind(kind: str | None, k_cache: torch.Tensor) -> None:
-    """Raises where a kind's keys have another type."""
+    """Raises where a kind's keys have another type, or keys that only a kind has come without it."""
     if kind is not None:
         dtype = getattr(torch, codes.KINDS[kind][0])
         require(k_cache.dtype is dtype, "k_cache", k_cache.dtype, f"{dtype}, that of kind {kind!r}", TypeError)
+    elif k_cache.dtype in ROTATED_DTYPES:
+        known = [repr(name) for name, (k, _) in codes.KINDS.items() if k in codes.ROTATED]
+        fail("k_cache", f"{k_cache.dtype} without kind", f"kind {' or '.join(known)}", TypeError)
 
 
 def check_outputs(request: Request) -> None:
@@ -180,14 +185,14 @@ def _check_scales(request: Request, layout: CacheLayout, sizes: CacheSizes) -> N
     k_scale, v_scale, dtype = request["k_scale"], request["v_scale"], request["k_cache"].dtype
     for name, scale, other in (("k_scale", k_scale, v_scale), ("v_scale", v_scale, k_scale)):
         if scale is None:
-            known = codes.CODES[NAMES[dtype]]
+            known = codes.TYPES[NAMES[dtype]]
             needed = known.needs_scales or (known.widened and other is not None)
             require(not needed, name, None, f"a tensor: a cache of {dtype} has both scales")
             continue
         require(dtype.itemsize == 1, name, "a tensor", f"None: a cache of {dtype} has no scale")
         check_tensor(name, scale, dtype=SCALE_DTYPES, device=request["q"].device)
         found = scale_kind(name, tuple(scale.shape), layout, sizes)  # raises where no granularity fits, or several
-        if request["kind"] in VALUE_DTYPES:
+        if request["kind"] in codes.ROTATED_KINDS:
             check_tensor(name, scale, dtype=torch.float32)
             got = f"shape {tuple(scale.shape)}"
             require(found.granularity == "per_token_head", name, got, "one for each token and head")

@@ -44,7 +44,7 @@ class Codes:
         raise NotImplementedError
 
     def widen_rows(self, a: cute.Tensor, x0: Int32, x1: Int32) -> None:
-        """Makes a fragment of A from the bytes of its rows g (x0) and g + 8 (x1)."""
+        """Makes a fragment of A from the elements of its rows g (x0) and g + 8 (x1), the first 16 of a register."""
         raise NotImplementedError
 
     def widen_columns(self, a: cute.Tensor, x0: Int32, x1: Int32) -> None:
@@ -111,13 +111,16 @@ class E4m3(Codes):
 class Uint4(Codes):
     """Pairs of 4-bit codes, the even element low: (code - zero point) x scale is an element of a rotated vector.
 
-    A unit of 16 bits has four elements of a token, 4 g to 4 g + 3 of 32. So row g of a fragment is one of them and row
-    g + 8 the next, two fragments for each 32 (`Fragments.row_of_o`).
+    A unit of 16 bits has four elements of a token, 4 g to 4 g + 3 of 32. Where rows are columns of A, row g of a
+    fragment is one of them and row g + 8 the next, two fragments for each 32 (`Fragments.row_of_o`). Where rows are
+    rows, a register has elements 8 t to 8 t + 7; columns 2 t and 2 t + 1 are 8 t and 8 t + 4, and 2 t + 8 and 2 t + 9
+    the next two, two fragments for each 32 (`LoadQ`).
     """
 
     name = "uint8"
     values = 2
     rotated = needs_scales = True
+    conversion = "F2I"
     clocks = 1 / 128 + 1 / 256
 
     def element(self) -> Any:
@@ -125,6 +128,12 @@ class Uint4(Codes):
         from cutlass import Uint8
 
         return Uint8
+
+    def widen_rows(self, a: cute.Tensor, x0: Int32, x1: Int32) -> None:
+        """Codes less `UINT4_CENTER`, of the two lowest of four elements."""
+        from cute_kernels.device import operands
+
+        operands.widen_uint4_rows(a, x0, x1)
 
     def widen_columns(self, a: cute.Tensor, x0: Int32, x1: Int32) -> None:
         """Codes less `UINT4_CENTER`, of the two lowest of four elements."""
@@ -164,17 +173,20 @@ class Float16(Codes):
 CODES: Final[dict[str, Codes]] = {codes.name: codes for codes in (Int8(), E4m3(), Bfloat16(), Float16())}
 """Known types by name."""
 ROTATED: Final[dict[str, Codes]] = {codes.name: codes for codes in (Uint4(),)}
-"""Types of values beside keys of another type."""
+"""Types that a cache has only by its kind: of values, or of both."""
+TYPES: Final = {**CODES, **ROTATED}
+"""All of them."""
 WIDENED: Final = tuple(codes.name for codes in CODES.values() if codes.widened)
 INT8: Final = Int8.name
 KINDS: Final = {
     INT8: (INT8, INT8),
     "fp8_per_token_head": (E4m3.name, E4m3.name),
     "int8_k_int4_v": (INT8, Uint4.name),
+    "int4": (Uint4.name, Uint4.name),
 }
 """What `kv_append` stores: the types of K and V."""
-VALUE_KINDS: Final = {kind: v for kind, (k, v) in KINDS.items() if v != k}
-"""The type of V of kinds whose keys have another one."""
+ROTATED_KINDS: Final = {kind: v for kind, (_, v) in KINDS.items() if v in ROTATED}
+"""The type of V of kinds that `gqa_decode` is told; the dtypes of a cache say the others."""
 E4M3_MAX: Final = 448.0
 E4M3_MIN_SCALE: Final = 1e-6
 INT4_MAX: Final = 15
@@ -190,13 +202,13 @@ SCALE_DTYPES: Final = ("float16", "float32")
 
 def values_of(name: str) -> int:
     """Numbers that an element of a cache holds."""
-    return ROTATED[name].values if name in ROTATED else 1
+    return TYPES[name].values if name in TYPES else 1
 
 
 def element(name: str) -> Any:
     """The DSL's type of a number: of a cache, a query or a scale."""
-    if name in CODES:
-        return CODES[name].element()
+    if name in TYPES:
+        return TYPES[name].element()
     from cutlass import Float32
 
     return {"float32": Float32}[name]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import torch
 
+from cute_kernels.gqa.codes import ROTATED
 from cute_kernels.gqa.gather_spec import KvGatherSpec
-from cute_kernels.gqa.reference import dequantize_uint4
+from cute_kernels.gqa.reference import codes_per_element, dequantize_uint4
 from cute_kernels.gqa.rotation_reference import unrotate
 from cute_kernels.runtime.compile import get_kernel
 
 
-def gather_spec(kv_dtype: torch.dtype, dtype: torch.dtype, d: int, one_scale: bool = False) -> KvGatherSpec:
+def gather_spec(
+    kv_dtype: torch.dtype, dtype: torch.dtype, d: int, one_scale: bool = False, v_dtype: torch.dtype | None = None
+) -> KvGatherSpec:
     """The kernel for a cache and copies of these dtypes; `one_scale` for all values, or one for each token and head."""
-    kv_name, name = (str(known).removeprefix("torch.") for known in (kv_dtype, dtype))
-    return KvGatherSpec(kv_name, name, d, one_scale)
+    kv_name, name, v_name = (str(known).removeprefix("torch.") for known in (kv_dtype, dtype, v_dtype))
+    return KvGatherSpec(kv_name, name, d, one_scale, v_name if v_name in ROTATED else None)
 
 
 def gather_pages(
@@ -29,14 +32,15 @@ def gather_pages(
     It checks no argument; the kernel checks dtypes, sizes that are fixed, strides and devices.
 
     Args:
-        k_cache: (num_pages, page_size, h_kv, d) int8 or float8_e4m3fn; rows contiguous, at multiples of 16 bytes.
-        v_cache: likewise.
+        k_cache: (num_pages, page_size, h_kv, d) int8 or float8_e4m3fn; rows contiguous, at multiples of 16 bytes. Of
+            4-bit codes (num_pages, page_size, h_kv, d / 2) uint8, which are rotated back.
+        v_cache: likewise; uint8 where k_cache is, and perhaps where that is int8.
         k_scale: (num_pages, page_size, h_kv) float32, or one float32 of an FP8 cache.
         v_scale: likewise.
         pages: (n,) int32. A number that is no page's becomes the nearest that is.
         dtype: bfloat16 or float16.
     """
-    size = (pages.shape[0], *k_cache.shape[1:])
+    size = (pages.shape[0], *k_cache.shape[1:3], k_cache.shape[3] * codes_per_element(k_cache))
     if k_cache.device.type == "cpu":
         pages = pages.clamp(0, k_cache.shape[0] - 1)
         pairs = ((k_cache, k_scale), (v_cache, v_scale))
@@ -44,7 +48,7 @@ def gather_pages(
         return k, v
     k, v = (torch.empty(size, dtype=dtype, device=k_cache.device) for _ in "kv")
     if k.numel():
-        spec = gather_spec(k_cache.dtype, dtype, k_cache.shape[3], one_scale=k_scale.dim() < 3)
+        spec = gather_spec(k_cache.dtype, dtype, size[3], k_scale.dim() < 3, v_cache.dtype)
         scales = (k_scale.reshape(1), v_scale.reshape(1)) if spec.one_scale else (k_scale, v_scale)
         get_kernel(spec)(k_cache.view(torch.int8), v_cache.view(torch.int8), *scales, pages, k, v)
     return k, v
@@ -65,5 +69,7 @@ def dense(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch
 
 def _copied(codes: torch.Tensor, scale: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
     """In float32. Not every device gathers FP8."""
+    if codes.dtype is torch.uint8:
+        return dense(codes[pages.long()], scale[pages.long()], torch.float32)
     rows = codes.view(torch.int8)[pages.long()].view(codes.dtype).float()
     return rows * (scale[pages.long()].unsqueeze(-1) if scale.dim() == 3 else scale)

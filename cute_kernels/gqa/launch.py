@@ -9,7 +9,7 @@ import torch
 
 from cute_kernels.gqa.blocks_plan import DecodeShape, decode_shape
 from cute_kernels.gqa.checks import NAMES, capacity_of, check, check_outputs, kinds_of, sizes_of
-from cute_kernels.gqa.codes import VALUE_KINDS
+from cute_kernels.gqa.codes import ROTATED_KINDS
 from cute_kernels.gqa.layouts import LAYOUTS, CacheLayout, ScaleKind
 from cute_kernels.gqa.plan import choose_spec, plan_decode
 from cute_kernels.gqa.request import DECODE, NO_WINDOW, Request
@@ -186,7 +186,7 @@ def decode_spec(request: Request, num_sms: int = 132) -> GqaDecodeSpec:
         num_splits=request["num_splits"],
         alibi=request["alibi_slopes"] is not None,
         starts=request["cache_starts"] is not None,
-        v_dtype=VALUE_KINDS.get(request["kind"] or ""),
+        v_dtype=ROTATED_KINDS.get(request["kind"] or ""),
         **DECODE.facts_of(request),
     )
 

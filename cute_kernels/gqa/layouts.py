@@ -199,15 +199,20 @@ def token_major(axes: str) -> tuple[int, ...]:
 
 
 def cache_sizes(
-    layout: CacheLayout, k_shape: tuple[int, ...], v_shape: tuple[int, ...], itemsize: int, v_values: int = 1
+    layout: CacheLayout,
+    k_shape: tuple[int, ...],
+    v_shape: tuple[int, ...],
+    itemsize: int,
+    k_values: int = 1,
+    v_values: int = 1,
 ) -> CacheSizes:
-    """The sizes that both caches agree on; an element of v_cache holds `v_values` numbers.
+    """The sizes that both caches agree on; an element of k_cache holds `k_values` numbers, one of v_cache `v_values`.
 
     Raises:
         ValueError: a shape that the layout does not have; the message names the argument.
     """
     if v_values > 1 and layout.x_packed:
-        raise ValueError(f"layout: got {layout.name!r}; needs one whose tokens are rows, with 4-bit values")
+        raise ValueError(f"layout: got {layout.name!r}; needs one whose tokens are rows, with 4-bit codes")
     for name, shape, axes in (("k_cache", k_shape, layout.key), ("v_cache", v_shape, layout.value)):
         if len(shape) != len(axes):
             raise ValueError(f"{name}: got shape {tuple(shape)}; layout {layout.name!r} needs {len(axes)} axes, {axes}")
@@ -217,9 +222,10 @@ def cache_sizes(
         if key["x"] != x:
             raise ValueError(f"k_cache: got x = {key['x']} in shape {tuple(k_shape)}; needs {x}, {CHUNK_BYTES} bytes")
         key["d"] = key["c"] * x
+    key["d"] *= k_values
     value["d"] *= v_values
     if any(key[axis] != size for axis, size in value.items()):
-        packed = f", with {v_values} values an element" if v_values > 1 else ""
+        packed = f", with {v_values} values an element" if v_values > k_values else ""
         raise ValueError(f"v_cache: got shape {tuple(v_shape)}; needs the sizes of k_cache, {tuple(k_shape)}{packed}")
     sizes = CacheSizes(key[layout.outer], key[layout.rows], key["h"], key["d"])
     if sizes.d not in HEAD_DIMS:

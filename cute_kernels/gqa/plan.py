@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from cute_kernels.gqa.codes import CODES
+from cute_kernels.gqa.codes import TYPES
 from cute_kernels.gqa.layouts import CacheLayout, CacheSizes, ScaleKind
 from cute_kernels.gqa.spec import (
     CLUSTER,
@@ -127,11 +127,11 @@ def choose_spec(
         alibi: whether there are ALiBi slopes.
         softcap: whether scores are capped.
         starts: whether sequences begin after their first token.
-        v_dtype: of v_cache, where it is not kv_dtype.
+        v_dtype: of v_cache, where values are rotated.
     """
     batch, s_q, h_q = q_shape
     d, rows = sizes.d, h_q // sizes.h_kv * s_q
-    itemsize = CODES[kv_dtype].itemsize
+    itemsize = TYPES[kv_dtype].itemsize
     warps = warps_for(d, itemsize)
     tile = keys_for(d, warps)
     spec = GqaDecodeSpec(

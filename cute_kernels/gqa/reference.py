@@ -18,8 +18,10 @@ from cute_kernels.gqa.codes import (
     E4M3_MIN_SCALE,
     INT4_MAX,
     INT4_MIN_SCALE,
+    INT8,
+    ROTATED,
+    ROTATED_KINDS,
     ROTATED_MAX,
-    VALUE_KINDS,
     values_of,
 )
 from cute_kernels.gqa.layouts import (
@@ -163,7 +165,7 @@ def codes_per_element(cache: torch.Tensor) -> int:
 def sizes_of(layout: CacheLayout, k_cache: torch.Tensor, v_cache: torch.Tensor) -> CacheSizes:
     """The sizes that both caches agree on."""
     shapes = tuple(k_cache.shape), tuple(v_cache.shape)
-    return cache_sizes(layout, *shapes, k_cache.element_size(), codes_per_element(v_cache))
+    return cache_sizes(layout, *shapes, k_cache.element_size(), codes_per_element(k_cache), codes_per_element(v_cache))
 
 
 class VisibleKeys(NamedTuple):
@@ -321,7 +323,7 @@ def reference_gqa_decode(
         s_aux: (h_q,): a logit per head that joins the denominator alone. -inf is no sink, +inf makes the output 0.
         softmax_scale: default d ** -0.5.
         cache_starts: (batch,) integers, the first key of each sequence; below 0 counts as 0. It moves no position.
-        kind: "int8_k_int4_v" where values are of uint8, else whatever is right for the dtypes.
+        kind: "int8_k_int4_v" or "int4" where values are of uint8, else whatever is right for the dtypes.
         indices: (batch, s_q, h_kv or 1, n) integers: a query sees no key whose ``position // index_block`` is not
             among its own n.
         index_block: tokens of a block.
@@ -335,7 +337,7 @@ def reference_gqa_decode(
         ValueError: a cache or scale has a shape that the layout does not have, or lengths or block table are missing.
     """
     known = LAYOUTS[layout]
-    if (v_cache.dtype == torch.uint8) != (kind in VALUE_KINDS):
+    if (v_cache.dtype == torch.uint8) != (kind in ROTATED_KINDS):
         raise ValueError(f"kind: got {kind!r} with values of {v_cache.dtype}")
     sizes = sizes_of(known, k_cache, v_cache)
     keys_of = ScaledCache(k_cache, k_scale, known, "k", sizes)
@@ -479,6 +481,18 @@ def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return ratio.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
 
 
+def quantize_as(name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of a type and a float32 scale for each token and head, as kinds of `kv_append` other than "int8" have them.
+
+    Args:
+        name: "int8", "float8_e4m3fn" or "uint8".
+        x: (..., d) floating point.
+    """
+    if name == INT8:
+        return quantize(x, ScaleKind("per_token_head"))
+    return quantize_rotated(x) if name in ROTATED else quantize_e4m3(x)
+
+
 @torch.no_grad()
 def reference_append(
     k: torch.Tensor,
@@ -505,7 +519,7 @@ def reference_append(
             pages. One that is negative or beyond the cache skips its token.
         layout: name of the layout.
         kind: "int8": as `quantize` does; "fp8_per_token_head": as `quantize_e4m3`; "int8_k_int4_v": keys as `quantize`
-            and values as `quantize_rotated`.
+            and values as `quantize_rotated`; "int4": both as that.
     """
     known = LAYOUTS[layout]
     sizes = sizes_of(known, k_cache, v_cache)
@@ -516,12 +530,10 @@ def reference_append(
         cache = ScaledCache(codes, scale, known, which, sizes)
         assert cache.kind is not None
         given = scale if cache.kind.granularity in ("per_tensor", "per_head") else None
-        if kind == "fp8_per_token_head":
-            new_codes, new_scale = quantize_e4m3(x[keep])
-        elif codes.dtype == torch.uint8:
-            new_codes, new_scale = quantize_rotated(x[keep])
-        else:
+        if kind == INT8:
             new_codes, new_scale = quantize(x[keep], cache.kind, scale.dtype, given)
+        else:
+            new_codes, new_scale = quantize_as(str(codes.dtype).removeprefix("torch."), x[keep])
         cache.put(outer, rows, new_codes)
         if given is None:
             cache.put_scale(outer, rows, new_scale)

@@ -67,7 +67,8 @@ class Inputs(TypedDict):
         Rows contiguous and 8-byte aligned.
     k_cache: int8, float8_e4m3fn, or q's dtype, as `layout` says; rows contiguous, all strides multiples of 16
         bytes.
-    v_cache: the same dtype and sizes; with kind "int8_k_int4_v" uint8, d / 2 bytes for d values, d 256 at most.
+    v_cache: the same dtype and sizes; with kind "int8_k_int4_v" uint8, d / 2 bytes for d values, d 256 at most. With
+        kind "int4" both are.
     k_scale: the factors of k_cache's elements: float16 or float32, of one of these shapes:
         per_tensor () or (1,); per_head (h_kv,); per_token, the cache's shape without heads and d; per_token_head,
         the cache's shape without d; per_group, the cache's shape with d / 32 or d / 64 instead of d. In paged_vllm
@@ -105,8 +106,8 @@ class Options(TypedDict, total=False):
     return_lse: also return the log-sum-exp.
     cache_starts: (batch,) int32, the first token of each sequence that queries may see: what is before it is padding,
         of which nothing is read but the rest of a tile or page. Negative counts as 0. It moves no position.
-    kind: what `kv_append` stored, where the dtypes do not say it: "int8_k_int4_v". Its scales are float32, per token
-        and head; see `cute_kernels.gqa.reference.quantize_rotated`.
+    kind: what `kv_append` stored, where the dtypes do not say it: "int8_k_int4_v" or "int4". Scales are float32, per
+        token and head; see `cute_kernels.gqa.reference.quantize_rotated`.
     indices: (batch, s_q, h_kv or 1, n) int32, block-sparse attention: of the keys that it sees, a query sees only those
         whose block ``position // index_block`` is in its list; lists are one for each KV head, or one for all. Any
         order; -1 and what is no block of the sequence are left out, and a block counts once however often it is listed.
@@ -158,7 +159,7 @@ class AppendInputs(TypedDict):
     k_cache: int8, or float8_e4m3fn with kind "fp8_per_token_head", of the shape that `layout` says; see `gqa_decode`.
         The innermost axis is contiguous, and all strides are multiples of 16 bytes.
     v_cache: likewise; of paged_vllm, any strides; with kind "int8_k_int4_v" uint8, d / 2 bytes for d values, d 256
-        at most.
+        at most. With kind "int4" both are.
     k_scale: float32 and per_token_head; with kind "int8" float16 or float32 of any granularity, which follows from the
         shape. per_token, per_token_head and per_group (32, 64) are written; per_tensor () or (1,) and per_head (h_kv,)
         are read: positive and finite.
@@ -191,7 +192,7 @@ class KindOptions(AppendOptions):
     """What `kv_append` is called with by name.
 
     layout: "BNSH", "BSNH", "paged_NHD", "paged_HND" or "paged_vllm"; any name in `gqa.layouts.LAYOUTS`.
-    kind: "int8", "fp8_per_token_head", or "int8_k_int4_v", which has no paged_vllm.
+    kind: "int8", "fp8_per_token_head", "int8_k_int4_v" or "int4"; the last two have no paged_vllm.
     """
 
     kind: Annotated[str, Option(check=_check_kind, planned=True)]

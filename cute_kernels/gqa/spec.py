@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
-from cute_kernels.gqa.codes import CODES, DTYPES, KINDS, ROTATED, SCALE_DTYPES, WIDENED, Codes
+from cute_kernels.gqa.codes import DTYPES, KINDS, ROTATED, SCALE_DTYPES, TYPES, WIDENED, Codes
 from cute_kernels.gqa.layouts import (
     GROUP_SIZES,
     HEAD_DIMS,
@@ -52,7 +52,7 @@ class GqaDecodeSpec:
 
     q_dtype    "bfloat16" or "float16", also of the output
     kv_dtype   a widened type of `gqa.codes`, or q_dtype
-    v_dtype    "uint8" where values are rotated 4-bit codes beside int8 keys; None: kv_dtype
+    v_dtype    "uint8" where values are rotated 4-bit codes, of keys of int8 or uint8; None: kv_dtype
     d          head dimension: 64, 128, 256 or 512
     columns    query rows (tokens x heads of one KV head) of a CTA, which are columns of S^T and O^T: 8 or 16
     k_scales   "none"; "per_head": one or one per head; "per_token": per token, or token and head; "per_group_32", ...
@@ -93,16 +93,17 @@ class GqaDecodeSpec:
         reasons = []
         if self.q_dtype not in DTYPES:
             reasons.append(f"q_dtype is {self.q_dtype}; it is {' or '.join(DTYPES)}")
-        if self.kv_dtype not in (*WIDENED, self.q_dtype):
+        if self.kv_dtype not in (*WIDENED, self.q_dtype) and not self.rotated:
             reasons.append(f"kv_dtype is {self.kv_dtype}; it is {', '.join(WIDENED)} or that of q, {self.q_dtype}")
         if self.rotated and (
             (self.kv_dtype, self.v_dtype) not in KINDS.values()
             or self.v_scales != "per_token"
+            or (self.k_rotated and self.k_scales != "per_token")
             or self.scale_dtype != "float32"
             or self.x_packed
         ):
             reasons.append(
-                f"v_dtype is {self.v_dtype}; it goes with int8 keys and float32 scales of tokens, not packed"
+                f"v_dtype is {self.v_dtype}; it goes with int8 or uint8 keys and float32 scales of tokens, not packed"
             )
         elif self.rotated and self.d not in ROTATED_DIMS:
             reasons.append(f"d is {self.d}; that of a rotated vector is one of {ROTATED_DIMS}")
@@ -114,12 +115,12 @@ class GqaDecodeSpec:
             reasons.append(
                 f"{self.columns} columns of {self.d}; a warp has room for 8 or 16 of {MAX_ACCUMULATORS} values"
             )
-        elif self.d in HEAD_DIMS and self.kv_dtype in CODES and self.stages < 2:
+        elif self.d in HEAD_DIMS and self.kv_dtype in TYPES and self.stages < 2:
             reasons.append(f"{self.columns} columns of {self.d}; shared memory has no room for two stages beside them")
         for name, scales in (("k_scales", self.k_scales), ("v_scales", self.v_scales)):
             if scales not in SCALES:
                 reasons.append(f"{name} is {scales}; known are {', '.join(SCALES)}")
-            elif scales != "none" and self.kv_dtype not in WIDENED:
+            elif scales != "none" and not self.bytes_cache:
                 reasons.append(f"{name} is {scales}; a cache of 16-bit numbers has none")
         if self.scale_dtype not in SCALE_DTYPES:
             reasons.append(f"scale_dtype is {self.scale_dtype}; it is {' or '.join(SCALE_DTYPES)}")
@@ -157,7 +158,7 @@ class GqaDecodeSpec:
     @property
     def codes(self) -> Codes:
         """What is known of the type of the cache; of K where V has another one."""
-        return CODES[self.kv_dtype]
+        return TYPES[self.kv_dtype]
 
     @property
     def v_codes(self) -> Codes:
@@ -170,14 +171,29 @@ class GqaDecodeSpec:
         return self.v_dtype in ROTATED
 
     @property
+    def k_rotated(self) -> bool:
+        """Whether keys are too."""
+        return self.kv_dtype in ROTATED
+
+    @property
     def bytes_cache(self) -> bool:
         """Whether the cache holds bytes, which are widened in registers."""
-        return self.kv_dtype in WIDENED
+        return self.kv_dtype in WIDENED or self.k_rotated
 
     @property
     def k_operand(self) -> str:
         """Type in which Q meets K: float16 holds every widened number exactly, and Q after a power of two."""
         return "float16" if self.bytes_cache else self.q_dtype
+
+    @property
+    def q_terms(self) -> int:
+        """Numbers of `k_operand` whose sum is one of Q: a rotated one in 11 bits puts scores off by 1e-3."""
+        return 2 if self.k_rotated else 1
+
+    @property
+    def q_values(self) -> int:
+        """Numbers of `k_operand` that a block of Q takes; behind a rotated one is the float32 sum of each column."""
+        return self.q_terms * self.columns * self.d + (2 * self.columns if self.k_rotated else 0)
 
     @property
     def v_operand(self) -> str:
@@ -243,7 +259,7 @@ class GqaDecodeSpec:
     def fixed_bytes(self) -> int:
         """Upper bound of the bytes besides the stages: Q twice, O of the teams, their row_max and row_sum, barriers."""
         o_bytes = self.teams * self.columns * self.warp_o_stride * 4
-        return 2 * self.columns * self.d * 2 + o_bytes + 4 * self.s_part_values + 3072
+        return 2 * self.q_values * 2 + o_bytes + 4 * self.s_part_values + 3072
 
     @property
     def scale_warps(self) -> int:
@@ -306,6 +322,7 @@ def shipped_specs() -> list[GqaDecodeSpec]:
     head = GqaDecodeSpec(bf16, int8, 128, 8, k_scales="per_head", v_scales="per_head")
     token = replace(head, k_scales="per_token", v_scales="per_token", scale_dtype="float16")
     group = replace(token, k_scales="per_group_32", v_scales="per_group_32")
+    four_bits = replace(token, layout="tokens_first", paged=True, box_rows=64, scale_dtype="float32", v_dtype="uint8")
     plain = GqaDecodeSpec(bf16, bf16, 128, 8)
     return [
         head,
@@ -319,7 +336,8 @@ def shipped_specs() -> list[GqaDecodeSpec]:
         replace(head, layout="x_packed", paged=True, box_rows=8),
         replace(token, q_dtype=fp16, kv_dtype=fp8, d=256, layout="x_packed", paged=True, box_rows=16),
         replace(head, kv_dtype=fp8),
-        replace(token, layout="tokens_first", paged=True, box_rows=64, scale_dtype="float32", v_dtype="uint8"),
+        four_bits,
+        replace(four_bits, kv_dtype="uint8"),
         plain,
         replace(plain, d=64, columns=16, layout="tokens_first", paged=True, box_rows=1),
         GqaDecodeSpec(fp16, fp16, 256, 8, layout="x_packed", paged=True, box_rows=32, warps=4),

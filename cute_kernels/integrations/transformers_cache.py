@@ -1,4 +1,4 @@
-"""`CuteInt8Cache` of transformers.py: keys of a model in INT8, and values in INT8 or 4 bits.
+"""`CuteInt8Cache` of transformers.py: keys and values of a model in INT8 or 4 bits.
 
 `GrowingLayer` and `say_once` serve transformers_mla.py as well.
 """
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from cute_kernels.gqa.append_op import kv_append
+from cute_kernels.gqa.append_op import kv_append, stored_rows
 from cute_kernels.gqa.gather_op import dense
 from cute_kernels.gqa.plan import MAX_S_Q
 
@@ -21,7 +21,9 @@ NAME = "cute"
 LAYER = "_cute_int8_layer"
 """Attribute of the keys that `CuteInt8Layer.update` returns: the layer, which has their scales."""
 FIRST_CAPACITY = 256  # tokens
-INT8, INT4_VALUES = "int8", "int8_k_int4_v"
+INT8 = "int8"
+STORED = (INT8, "int8_k_int4_v", "int4")
+"""Kinds of `kv_append` that a cache may have."""
 
 
 @functools.cache
@@ -215,7 +217,7 @@ class GrowingLayer(DynamicLayer):
 class CuteInt8Layer(GrowingLayer):
     """The INT8 keys and values of a layer, (batch, kv_heads, capacity, d), and a scale for each token and head.
 
-    With kind "int8_k_int4_v" values are d / 2 bytes, as `kv_append` stores them.
+    With kind "int8_k_int4_v" values are d / 2 bytes, as `kv_append` stores them; with "int4" keys are too.
 
     Layers with a window keep all tokens; the kernel reads only those in the window.
     """
@@ -238,13 +240,12 @@ class CuteInt8Layer(GrowingLayer):
         """Allocates for keys and values like these."""
         self.dtype, self.device = key_states.dtype, key_states.device
         batch, heads, _, d = key_states.shape
-        shape = (batch, heads, self.max_length or 0, d)
-        self.keys = torch.zeros(shape, dtype=torch.int8, device=self.device)
-        self.values = torch.zeros_like(self.keys)
-        if self.kind == INT4_VALUES:
-            self.values = torch.zeros((*shape[:3], d // 2), dtype=torch.uint8, device=self.device)
+        shape = (batch, heads, self.max_length or 0)
+        self.keys, self.values = (
+            torch.zeros((*shape, size), dtype=dtype, device=self.device) for dtype, size in stored_rows(self.kind, d)
+        )
         self.key_scales, self.value_scales = (
-            torch.ones(shape[:3], dtype=self.scale_dtype, device=self.device) for _ in range(2)
+            torch.ones(shape, dtype=self.scale_dtype, device=self.device) for _ in range(2)
         )
         self.is_initialized = True
 
@@ -260,8 +261,8 @@ class CuteInt8Layer(GrowingLayer):
             kwargs: not read.
 
         Returns:
-            What the attention function gets: of a prompt the tokens as they came; INT8 codes, which "cute" knows, for
-            up to 8 tokens more; else all tokens, dequantized.
+            What the attention function gets: of a prompt the tokens as they came; codes, which "cute" knows, for up to
+            8 tokens more; else all tokens, dequantized.
 
         Raises:
             ValueError: the cache is full, has tokens of another batch, or `kv_append` refuses the tokens.
@@ -314,7 +315,8 @@ class CuteInt8Cache(Cache):
             config: of the model. With another attention than "cute" its layers get dequantized tokens.
             max_length: tokens of a sequence, allocated at once; default: it grows by doubling.
             scale_dtype: float32 or float16.
-            kind: "int8"; or "int8_k_int4_v", rotated 4-bit values, with float32 scales: 0.39 of bfloat16's bytes.
+            kind: "int8"; or with float32 scales "int8_k_int4_v", rotated 4-bit values: 0.39 of bfloat16's bytes with
+                heads of 128; "int4", rotated 4-bit keys and values: 0.27.
 
         Raises:
             ValueError: a layer has neither full attention nor a window, or another argument does not fit.
@@ -327,9 +329,9 @@ class CuteInt8Cache(Cache):
         check_max_length(max_length)
         if scale_dtype not in (torch.float32, torch.float16):
             raise ValueError(f"scale_dtype: got {scale_dtype}; needs torch.float32 or torch.float16")
-        if kind not in (INT8, INT4_VALUES):
-            raise ValueError(f"kind: got {kind!r}; needs {INT8!r} or {INT4_VALUES!r}")
-        if kind == INT4_VALUES and scale_dtype is not torch.float32:
+        if kind not in STORED:
+            raise ValueError(f"kind: got {kind!r}; needs one of {', '.join(STORED)}")
+        if kind != INT8 and scale_dtype is not torch.float32:
             raise ValueError(f"scale_dtype: got {scale_dtype}; needs torch.float32 with {kind!r}")
         positions, count = Positions(), config.num_hidden_layers
         layers = [CuteInt8Layer(config, positions, max_length, scale_dtype, kind) for _ in range(count)]

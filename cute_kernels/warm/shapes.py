@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from cute_kernels.gqa.append_spec import KvAppendSpec, sharing
 from cute_kernels.gqa.block_table_spec import BlockTableSpec
 from cute_kernels.gqa.blocks_plan import INDEX_BLOCKS, DecodeShape, decode_shape
-from cute_kernels.gqa.codes import CODES, KINDS, VALUE_KINDS, WIDENED
+from cute_kernels.gqa.codes import CODES, KINDS, ROTATED_KINDS, TYPES, WIDENED
 from cute_kernels.gqa.gather_spec import KvGatherSpec
 from cute_kernels.gqa.layouts import GROUP_SIZES, LAYOUTS, CacheSizes, ScaleKind
 from cute_kernels.gqa.plan import MAX_S_Q, choose_spec
@@ -118,7 +118,7 @@ class GqaShape:
     head_dim     64, 128, 256 or 512
     dtype        of queries, outputs and new tokens: "bfloat16" or "float16"
     kv_dtype     "int8", "float8_e4m3fn" or `dtype`; or a kind of `kv_append` with float32 scales per token and head:
-                 "fp8_per_token_head", "int8_k_int4_v"
+                 "fp8_per_token_head", "int8_k_int4_v", "int4"
     scales       of K and V: "per_tensor", "per_head", "per_token", "per_token_head", "per_group_32", "per_group_64";
                  None: FP8 without scales. Not looked at with a cache of 16-bit numbers
     scale_dtype  "float32" or "float16"
@@ -172,7 +172,7 @@ class GqaShape:
             raise ValueError(
                 f"scales: got {self.scale_dtype} {self.scales}; {self.kv_dtype} has float32 per_token_head"
             )
-        if self.scales is None and CODES[self._types[0]].needs_scales:
+        if self.scales is None and TYPES[self._types[0]].needs_scales:
             raise ValueError(f"scales: got None; an int8 cache needs one of {', '.join(SCALES)}")
 
     @property
@@ -183,7 +183,7 @@ class GqaShape:
     def specs(self, batch_sizes: Iterable[int], query_tokens: Iterable[int], num_sms: int) -> Iterator[KernelSpec]:
         """The kernel of each call, in the order of the batch sizes; the same one may come often."""
         layout = LAYOUTS[self.layout]
-        kind = SCALES[self.scales] if self.scales and self._types[0] in WIDENED else None
+        kind = SCALES[self.scales] if self.scales and TYPES[self._types[0]].widened else None
         scale_dtype = self.scale_dtype if kind else "float32"
         for s_q in query_tokens:
             if s_q > MAX_S_Q:
@@ -202,7 +202,7 @@ class GqaShape:
                     q_shape=shape.q_shape,
                     q_dtype=self.dtype,
                     kv_dtype=self._types[0],
-                    v_dtype=VALUE_KINDS.get(self.kv_dtype),
+                    v_dtype=ROTATED_KINDS.get(self.kv_dtype),
                     kinds=(kind, kind),
                     scale_dtype=scale_dtype,
                     max_keys=shape.max_keys,
@@ -268,7 +268,7 @@ class PromptShape:
     heads     query heads of one GPU
     head_dim  64, 128, 256 or 512
     dtype     of queries: "bfloat16" or "float16"
-    kv_dtype  of the cache: "int8" or "fp8_per_token_head", with scales of tokens, or "float8_e4m3fn" with one for all
+    kv_dtype  of the cache: a kind of `kv_append`, with scales of tokens, or "float8_e4m3fn" with one for all
     sink      whether layers have sinks
     merged    whether contexts are so long that they come in parts
     """
@@ -286,7 +286,8 @@ class PromptShape:
         Sinks join the last merge of a context alone.
         """
         kv_dtype = KINDS[self.kv_dtype][0] if self.kv_dtype in KINDS else self.kv_dtype
-        yield KvGatherSpec(kv_dtype, self.dtype, self.head_dim, one_scale=self.kv_dtype not in KINDS)
+        one_scale, v_dtype = self.kv_dtype not in KINDS, ROTATED_KINDS.get(self.kv_dtype)
+        yield KvGatherSpec(kv_dtype, self.dtype, self.head_dim, one_scale, v_dtype)
         merges = itertools.product((64, 4096), (2, 3, 4), {False, self.sink}) if self.merged else ()
         for tokens, states, sink in merges:
             yield MergeSpec.for_launch(

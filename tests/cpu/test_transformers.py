@@ -18,6 +18,7 @@ from transformers import cache_utils, masking_utils
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 
+from cute_kernels.gqa.codes import KINDS
 from cute_kernels.gqa.reference import reference_gqa_decode
 from cute_kernels.integrations import transformers as cute
 from cute_kernels.integrations import transformers_cache
@@ -177,17 +178,22 @@ def test_unequal_prompts_stay_on_the_kernels(name: str, int8: bool, said: list[s
     assert (logits - expected_logits).norm() < int8_error() * expected_logits.norm()
 
 
+@pytest.mark.parametrize(("kind", "lost"), [("int8_k_int4_v", 0.1), ("int4", 0.3)])
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_tokens_over_4_bit_values_are_those_of_eager_attention(name: str, said: list[str]) -> None:
+def test_tokens_over_4_bit_codes_are_those_of_eager_attention(
+    name: str, kind: str, lost: float, said: list[str]
+) -> None:
     """Also where another attention goes on with the cache, which reads it dequantized."""
     model, ids = tiny_models.trained(name), tiny_models.sequences(77, 4, 30)
     for attention in ("cute", "eager"):
-        cache = cute.CuteInt8Cache(model.config, kind="int8_k_int4_v")
+        cache = cute.CuteInt8Cache(model.config, kind=kind)
         found, logits = generate(model, attention, ids, cache)
         assert torch.equal(found, counted_on(ids))
-        assert cache.layers[0].values.shape[-1] * 2 == cache.layers[0].keys.shape[-1]
+        assert [t.dtype for t in (cache.layers[0].keys, cache.layers[0].values)] == [
+            getattr(torch, name) for name in KINDS[kind]
+        ]
     _, expected_logits = generate(model, "eager", ids)
-    assert said == [] and (logits - expected_logits).norm() < 0.1 * expected_logits.norm()
+    assert said == [] and (logits - expected_logits).norm() < lost * expected_logits.norm()
 
 
 def test_masks_of_a_step_after_padding() -> None:

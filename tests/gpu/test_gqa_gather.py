@@ -3,17 +3,19 @@
 import pytest
 import torch
 
+from cute_kernels.gqa.codes import ROTATED_KINDS
 from cute_kernels.gqa.gather_op import gather_pages
-from cute_kernels.gqa.layouts import HEAD_DIMS
+from cute_kernels.gqa.layouts import HEAD_DIMS, ROTATED_DIMS
 from tests.kit.gather_pages import KINDS, gather_cache
 
 ODD_PAGES = [4, 0, 3, 3, 7, -2, 1]  # two of them are no page's
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("d", HEAD_DIMS)
 @pytest.mark.parametrize("layout", ["NHD", "HND", "interleaved"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "d"), [(kind, d) for kind in KINDS for d in (ROTATED_DIMS if kind in ROTATED_KINDS else HEAD_DIMS)]
+)
 def test_copies_are_those_of_a_cpu(kind: str, layout: str, d: int, dtype: torch.dtype) -> None:
     cache = gather_cache(kind, layout, d)
     pages = torch.tensor(ODD_PAGES, dtype=torch.int32, device="cpu")

@@ -1,7 +1,8 @@
-"""`gqa_decode` over int8 keys and rotated 4-bit values, against the float64 oracle; see test_gqa_decode.py."""
+"""`gqa_decode` over rotated 4-bit values, or keys and values, against the float64 oracle; see test_gqa_decode.py."""
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -15,11 +16,10 @@ from cute_kernels.gqa.request import DECODE
 from cute_kernels.gqa.spec import GqaDecodeSpec
 from tests.gpu.test_gqa_decode import SM_COUNT, decode, hold, usual
 from tests.kit.bits import require_same_bits_each_time
-from tests.kit.gqa_cases import VALUES, GqaExpectation
+from tests.kit.gqa_cases import FOUR_BITS, VALUES, GqaExpectation
 from tests.kit.mla_cases import ragged_lengths
 
 INF = math.inf
-KIND: dict[str, Any] = {"kv_dtype": "int8_k_int4_v"}
 CACHES: tuple[dict[str, Any], ...] = (
     {"layout": "paged_NHD"},
     {"layout": "paged_HND", "d": 64, "page_size": 4},
@@ -36,8 +36,8 @@ CACHES: tuple[dict[str, Any], ...] = (
 def kernel_specs() -> list[GqaDecodeSpec]:
     """The kernels of this file, with clusters and without."""
     specs: dict[GqaDecodeSpec, None] = {}
-    for options in CACHES:
-        case = usual(**KIND, **options, device="cpu")
+    for kind, options in itertools.product(FOUR_BITS, CACHES):
+        case = usual(kv_dtype=kind, **options, device="cpu")
         spec = decode_spec(DECODE.request(**case.arguments(), num_splits=1))
         _, s_q, h_q, _ = case.q.shape
         cluster = cluster_for(spec, 3, 2, h_q // 2 * s_q, 700, SM_COUNT)
@@ -45,30 +45,32 @@ def kernel_specs() -> list[GqaDecodeSpec]:
     return list(specs)
 
 
-def of_kind(**options: Any) -> Any:
-    return usual(**KIND, **options)
+@pytest.fixture(params=FOUR_BITS)
+def of_kind(request: Any) -> Any:
+    """Makes a case of a kind on the GPU."""
+    return functools.partial(usual, kv_dtype=request.param)
 
 
 @pytest.mark.parametrize("options", CACHES, ids=str)
 @pytest.mark.parametrize("values", VALUES)
-def test_caches_of_all_kinds(options, values):
+def test_caches_of_all_kinds(of_kind, options, values):
     hold(of_kind(**options, values=values, sink="inf"), splits=(None, 1, 3))
 
 
 @pytest.mark.parametrize("options", CACHES, ids=str)
 @pytest.mark.parametrize("s_q", [2, 8])
-def test_several_queries(options, s_q):
+def test_several_queries(of_kind, options, s_q):
     some = {**options, "h_q": max(2, options.get("h_q", 8) // s_q * 2)}
     hold(of_kind(**some, s_q=s_q, window=100, sink="finite"), splits=(None, 1, 2))
     hold(of_kind(**some, s_q=s_q, causal=False), splits=(None, 3))
 
 
-def test_every_length_around_tiles_and_pages():
+def test_every_length_around_tiles_and_pages(of_kind):
     hold(of_kind(seqlens=range(260), page_size=64), splits=(None, 1, 2))
     hold(of_kind(seqlens=range(260), layout="BNSH", s_q=2, window=70), splits=(None, 2))
 
 
-def test_many_sequences_and_a_long_one():
+def test_many_sequences_and_a_long_one(of_kind):
     lengths = ragged_lengths(300, 1500, 64, seed=3)
     lengths[17:200:13] = [0] * len(range(17, 200, 13))
     hold(of_kind(seqlens=[*lengths, 100_003], sink="inf"), splits=(None, 132))
@@ -76,12 +78,12 @@ def test_many_sequences_and_a_long_one():
 
 
 @pytest.mark.parametrize("num_splits", [None, 1, 5])
-def test_the_same_bits_on_20_runs(num_splits):
+def test_the_same_bits_on_20_runs(of_kind, num_splits):
     for case in (of_kind(seqlens=[4000, 1, 513, 64, 0], s_q=2), of_kind(seqlens=[20_000], layout="BNSH")):
         require_same_bits_each_time(case, functools.partial(decode, case, num_splits=num_splits))
 
 
-def test_a_sequence_does_not_depend_on_the_batch():
+def test_a_sequence_does_not_depend_on_the_batch(of_kind):
     case = of_kind(seqlens=[700, 1, 65, 3000], layout="BNSH", padded=False)
     out = decode(case, num_splits=3)
     for row in range(4):
@@ -91,15 +93,18 @@ def test_a_sequence_does_not_depend_on_the_batch():
 
 
 @pytest.mark.parametrize("zero_point", [0, 15])
-def test_zero_points_at_both_ends(zero_point):
+def test_zero_points_at_both_ends(of_kind, zero_point):
     """All zero points and scales alike, so that sums of many tokens cancel where codes are near the zero point."""
     case = of_kind(seqlens=[5000, 300], layout="BNSH")
     words = torch.full_like(case.v_scale, 0.25).view(torch.int32) | zero_point
-    hold(dataclasses.replace(case, v_scale=words.view(torch.float32)))
+    case = dataclasses.replace(case, v_scale=words.view(torch.float32))
+    if case.k_cache.dtype == torch.uint8:
+        case = dataclasses.replace(case, k_scale=case.v_scale)
+    hold(case)
 
 
 @pytest.mark.parametrize("s_q", [1, 2])
-def test_a_nan_in_a_visible_scale_is_not_hidden(s_q):
+def test_a_nan_in_a_visible_scale_is_not_hidden(of_kind, s_q):
     """It makes NaN of every query head of that head of the cache that sees it, and of no other."""
     case = of_kind(seqlens=[100, 200, 300], layout="BNSH", padded=False, s_q=s_q)
     v_scale = case.v_scale.clone()
@@ -113,7 +118,7 @@ def test_a_nan_in_a_visible_scale_is_not_hidden(s_q):
         assert not nan.any()
 
 
-def test_keys_that_do_not_exist():
+def test_keys_that_do_not_exist(of_kind):
     case = of_kind(seqlens=[0] * 74, sink="finite", s_q=2)
     for num_splits in (None, 1, 3):
         out, lse = decode(case, num_splits=num_splits, return_lse=True)
@@ -121,7 +126,7 @@ def test_keys_that_do_not_exist():
     hold(of_kind(seqlens=[640, 640, 640], bad_entries=True, sink="finite"))
 
 
-def test_a_graph_whose_lengths_change():
+def test_a_graph_whose_lengths_change(of_kind):
     case = of_kind(seqlens=[2000] * 4, layout="BNSH", padded=False)
     gqa_decode(**case.arguments())
     torch.cuda.synchronize()

@@ -108,7 +108,7 @@ def gqa_wrong(device: str) -> Wrong:
         **bad.wrong_tensor(call, "lse", (G_BATCH, H_Q, G_S_Q), dtypes=[BF16, F64]),
         **bad.wrong_options(
             layout=("NHD", "bnsh", None, ["BNSH"]), window=bad.WINDOWS, softcap=bad.SOFTCAPS, softmax_scale=bad.SCALES,
-            num_splits=(*bad.SPLITS, 257), causal=bad.FLAGS, kind=("int4", 4, ["int8"]),
+            num_splits=(*bad.SPLITS, 257), causal=bad.FLAGS, kind=("int3", 4, ["int8"]),
             index_block=(32, 8, 256, 0, -64, 64.0, True, None, "128"),
         ),
         "values of bytes without their kind": ("v_cache", {"v_cache": four_bits}),
@@ -119,6 +119,12 @@ def gqa_wrong(device: str) -> Wrong:
         "4-bit values, one scale a token": ("v_scale", {**rotated, "v_scale": bad.floats(device, G_BATCH, G_ROWS)}),
         "4-bit values, float16 scales": ("k_scale", {**rotated, **half}),
         "4-bit values, 4-bit keys": ("k_cache", {**rotated, "k_cache": four_bits}),
+        "4-bit keys without their kind": ("k_cache", {"k_cache": four_bits, "v_cache": four_bits}),
+        "4-bit keys, int8 values": ("v_cache", {"kind": "int4", "k_cache": four_bits}),
+        "4-bit keys and values, float16 scales": (
+            "k_scale", {"kind": "int4", "k_cache": four_bits, "v_cache": four_bits, **half},
+        ),
+        "int8 keys of kind int4": ("k_cache", {**rotated, "kind": "int4"}),
         **bad.overlapping(call, "out", "lse"),
         "out and lse in one memory": ("out", bad.sharing(call, "out", "lse")),
         "out of the memory of q, two bytes on": (
@@ -232,7 +238,7 @@ def kv_kind_wrong(device: str) -> Wrong:
     heads = dict.fromkeys(("k_scale", "v_scale"), torch.ones(H_KV, dtype=F32, device=device))
     half = {name: call[name].half() for name in ("k_scale", "v_scale")}
     return {
-        **bad.wrong_options(kind=("int4", None, 4), layout=("NBSH",)),
+        **bad.wrong_options(kind=("int3", None, 4), layout=("NBSH",)),
         **bad.wrong_tensor(call, "k_cache", dtypes=[U8, FP8], off=8, needed=True),
         **bad.wrong_tensor(call, "v_cache", (G_BATCH, H_KV, G_ROWS, D), dtypes=[I8, FP8], off=8, needed=True),
         "scales of float16": ("k_scale", half),

@@ -21,6 +21,7 @@ import torch
 
 from cute_kernels import gqa_decode, mla_fp8_decode
 from cute_kernels.gqa import plan as gqa_plan
+from cute_kernels.gqa.codes import KINDS, ROTATED_KINDS
 from cute_kernels.gqa.layouts import LAYOUTS, X_PACKED
 from cute_kernels.gqa.spec import CLUSTER, GqaDecodeSpec
 from cute_kernels.mla import plan as mla_plan
@@ -129,7 +130,8 @@ class GqaRow:
         tile = gqa_plan.keys_for(self.d, warps)
         return GqaDecodeSpec(
             q_dtype=_DTYPES_OF_SPEC[self.q_dtype],
-            kv_dtype=_DTYPES_OF_SPEC[self.kv_dtype],
+            kv_dtype=_DTYPES_OF_SPEC.get(self.kv_dtype) or KINDS[self.kv_dtype][0],
+            v_dtype=ROTATED_KINDS.get(self.kv_dtype),
             d=self.d,
             columns=gqa_plan.columns_for(self.ratio * self.s_q, self.d, itemsize),
             k_scales=_SCALES_OF_SPEC[self.k_scales],
@@ -451,9 +453,17 @@ def _write(op: str, rows: list[Row]) -> None:
         writer.writerows({name: str(value) for name, value in row.items()} for row in rows)
 
 
+def _four_bit_rows(kind: str) -> list[GqaRow]:
+    """Three rows of INT8 caches, with codes of a kind in their place."""
+    scales = {"k_scales": "per_token_head", "v_scales": "per_token_head", "scale_dtype": "float32"}
+    rows = [dataclasses.replace(row, kv_dtype=kind, **scales) for row in GQA_ROWS if row.kv_dtype == "int8"]
+    return [row for row in rows if not row.spec().can_implement()][:3]
+
+
 def all_specs() -> list[GqaDecodeSpec | MlaDecodeSpec | MlaCrossoverSpec]:
     """The kernels of all rows, each once."""
-    return list(dict.fromkeys([*(row.spec() for row in GQA_ROWS), *(row.spec() for row in MLA_ROWS)]))
+    gqa = [row.spec() for row in (*GQA_ROWS, *FOUR_BIT_ROWS)]
+    return list(dict.fromkeys([*gqa, *(row.spec() for row in MLA_ROWS)]))
 
 
 if __name__ == "__main__":
@@ -461,4 +471,5 @@ if __name__ == "__main__":
         _write(op, extended(model, _read(op, model)))
 else:
     GQA_ROWS: Final = [GqaRow(**row) for row in _read("gqa", GQA)]
+    FOUR_BIT_ROWS: Final = [row for kind in ROTATED_KINDS for row in _four_bit_rows(kind)]
     MLA_ROWS: Final = [MlaRow(**row) for row in _read("mla", MLA)]

@@ -6,6 +6,10 @@ from typing import NamedTuple
 
 import torch
 
+from cute_kernels.gqa.codes import KINDS as STORED
+from cute_kernels.gqa.codes import ROTATED_KINDS, values_of
+from cute_kernels.gqa.reference import dequantize_uint4
+from cute_kernels.gqa.rotation_reference import unrotate
 from cute_kernels.integrations.vllm.calls import scaled_views, stock_views
 from tests.kit.mla_cases import generator
 from tests.kit.vllm_batches import stock_cache
@@ -32,8 +36,8 @@ def _moved(t: torch.Tensor, device: str) -> torch.Tensor:
     return moved
 
 
-KINDS = ("int8", "fp8", "fp8_per_token_head")
-"""INT8 and FP8 with a scale for each token and head, FP8 with one for all."""
+KINDS = ("int8", "fp8", "fp8_per_token_head", *ROTATED_KINDS)
+"""INT8 and FP8 with a scale for each token and head, FP8 with one for all, and kinds with 4-bit codes."""
 
 
 def gather_cache(kind: str, layout: str, d: int) -> GatherCache:
@@ -41,9 +45,11 @@ def gather_cache(kind: str, layout: str, d: int) -> GatherCache:
 
     Args:
         kind: one of KINDS.
-        layout: "NHD" or "HND": separate tensors; "interleaved": a cache of vLLM.
+        layout: "NHD" or "HND": separate tensors; "interleaved": a cache of vLLM, or one tensor with 4-bit codes.
         d: head dimension.
     """
+    if kind in ROTATED_KINDS:
+        return _rotated_cache(kind, layout, d)
     gen = generator(d)
     int8, scaled = kind == "int8", kind != "fp8"
     kv_dtype = torch.int8 if int8 else torch.float8_e4m3fn
@@ -69,10 +75,35 @@ def gather_cache(kind: str, layout: str, d: int) -> GatherCache:
     return GatherCache(k, v, scales[0], scales[1])
 
 
+def _rotated_cache(kind: str, layout: str, d: int) -> GatherCache:
+    """A cache with 4-bit codes; interleaved: of each token and head K, V, and both scales."""
+    gen, shape = generator(d), (PAGES, PAGE_SIZE, KV_HEADS)
+    if layout == "HND":
+        shape = (PAGES, KV_HEADS, PAGE_SIZE)
+    sizes = [d // values_of(name) for name in STORED[kind]]
+    whole = torch.randint(0, 256, (*shape, sum(sizes) + 16), dtype=torch.uint8, generator=gen, device="cpu")
+    k, v, room = whole.split([*sizes, 16], dim=-1)
+    scales = (torch.rand((2, *shape), generator=gen, dtype=torch.float32, device="cpu") * 40 - 20).exp2()
+    scales = (scales.view(torch.int32) ^ torch.randint(0, 16, scales.shape, generator=gen).int()).view(torch.float32)
+    k_scale, v_scale = scales
+    if layout == "interleaved":
+        room[..., :8].view(torch.float32).copy_(scales.movedim(0, -1))
+        k_scale, v_scale = room[..., :8].view(torch.float32).unbind(-1)
+    else:
+        k, v = k.contiguous(), v.contiguous()
+    k = k.view(getattr(torch, STORED[kind][0]))
+    tensors = (k, v, k_scale, v_scale)
+    return GatherCache(*(t.transpose(1, 2) for t in tensors) if layout == "HND" else tensors)
+
+
 def expected(cache: GatherCache, pages: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Products in float32, page by page."""
     found = []
     for codes, scale in ((cache.k_cache, cache.k_scale), (cache.v_cache, cache.v_scale)):
+        if codes.dtype == torch.uint8:
+            rotated = torch.stack([dequantize_uint4(codes[page], scale[page], torch.float32) for page in pages])
+            found.append(unrotate(rotated))
+            continue
         rows = torch.stack([codes[page].float() for page in pages])
         scales = scale if scale.dim() == 0 else torch.stack([scale[page] for page in pages]).unsqueeze(-1)
         found.append(rows * scales)

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 
+from cute_kernels.gqa.codes import KINDS, ROTATED_KINDS
 from cute_kernels.gqa.layouts import ALIGNMENT, LAYOUTS, CacheLayout, CacheSizes, ScaleKind, Which, scale_shapes
 from cute_kernels.gqa.reference import (
     ScaledCache,
@@ -52,7 +53,8 @@ KV_DTYPES: Final = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-FOUR_BITS: Final = "int8_k_int4_v"
+FOUR_BITS: Final = tuple(ROTATED_KINDS)
+"""Kinds with rotated 4-bit codes, "int8_k_int4_v" and "int4"."""
 SCALE_NAMES: Final = {
     "per_tensor": ScaleKind("per_tensor"),
     "per_head": ScaleKind("per_head"),
@@ -154,8 +156,7 @@ def gqa_case(
         s_q: queries of each sequence.
         layout: name of the layout.
         page_size: tokens of a page, for paged layouts.
-        kv_dtype: one of `KV_DTYPES`; or `FOUR_BITS`, int8 keys with rotated 4-bit values, both with float32 scales per
-            token and head.
+        kv_dtype: one of `KV_DTYPES`; or of `FOUR_BITS`, which have float32 scales per token and head.
         q_dtype: bfloat16 or float16; a 16-bit cache needs the same.
         k_scales: one of `SCALE_NAMES`. Ignored for 16-bit caches; None, for both, leaves an FP8 cache without.
         v_scales: likewise.
@@ -176,8 +177,12 @@ def gqa_case(
     if values not in VALUES:
         raise ValueError(f"values: got {values!r}, needs one of {', '.join(VALUES)}")
     known, gen = LAYOUTS[layout], generator(seed, device)
-    dtype = torch.int8 if kv_dtype == FOUR_BITS else KV_DTYPES[kv_dtype]
-    itemsize, four_bits = dtype.itemsize, kv_dtype == FOUR_BITS
+    four_bits = kv_dtype in FOUR_BITS
+    dtypes: dict[Which, torch.dtype] = {which: KV_DTYPES.get(kv_dtype, torch.int8) for which in ("k", "v")}
+    if four_bits:
+        dtypes = {which: getattr(torch, name) for which, name in zip(("k", "v"), KINDS[kv_dtype], strict=True)}
+    dtype = dtypes["k"]
+    itemsize = dtype.itemsize
     if itemsize == 2:
         k_scales = v_scales = None
     named: dict[Which, str | None] = {"k": k_scales, "v": v_scales}
@@ -197,15 +202,16 @@ def gqa_case(
     scales: dict[str, torch.Tensor | None] = {}
     sizes_of_keys = torch.ones((h_kv, d), dtype=torch.float32, device=gen.device)
     for which, kind in kinds.items():
-        own_dtype = torch.uint8 if which == "v" and four_bits else dtype
-        codes = _empty_cache(sizes, known, which, own_dtype, padded, gen)
+        codes = _empty_cache(sizes, known, which, dtypes[which], padded, gen)
         scale = None if kind is None else _empty_scale(sizes, known, kind, scale_dtype, padded, gen)
         base = _wild_base(h_kv, d, kind, narrow, gen) if values == "wild" else None
         cache = ScaledCache(codes, scale, known, which, sizes)
         _fill(cache, used_outer, used_rows, sizes, values, base, gen)
         if which == "k" and base is not None:
-            # codes of int8 have a standard deviation of 74, those of FP8 are made to have 64
-            sizes_of_keys = base if itemsize == 2 else 70 * (base if kind else torch.ones_like(base))
+            # codes of int8 have a standard deviation of 74, those of FP8 are made to have 64, and codes of 4 bits less
+            # zero points one of 6.5 before they are rotated back
+            size = 1 if itemsize == 2 else 6.5 / math.sqrt(d) if dtype == torch.uint8 else 70
+            sizes_of_keys = size * (base if itemsize == 2 or kind else torch.ones_like(base))
         elif which == "k" and values == "channels":
             sizes_of_keys[:, _outlier_channels(d)] = OUTLIER_FACTOR
         caches[which], scales[which] = codes, scale

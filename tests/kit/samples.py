@@ -5,6 +5,7 @@ Inputs are drawn on a device from a seed, and are as adversarial as those of `te
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,9 +125,9 @@ def _gqa_vllm(device: str) -> dict[str, Any]:
     ).arguments()  # fmt: skip
 
 
-def _gqa_four_bits(device: str) -> dict[str, Any]:
+def _gqa_four_bits(kind: str, device: str) -> dict[str, Any]:
     return gqa_case(
-        seqlens=[40, 90], h_q=8, h_kv=2, d=64, kv_dtype=FOUR_BITS, starts=[0, 7], device=device
+        seqlens=[40, 90], h_q=8, h_kv=2, d=64, kv_dtype=kind, starts=[0, 7], device=device
     ).arguments()  # fmt: skip
 
 
@@ -147,10 +148,10 @@ def _kv_append(device: str) -> dict[str, Any]:
     return {"k": k, "v": v, **caches, "slot_mapping": slots, "layout": "BNSH"}
 
 
-def _kv_append_four_bits(device: str) -> dict[str, Any]:
-    case = gqa_case(seqlens=[20, 33], h_q=2, h_kv=2, d=64, kv_dtype=FOUR_BITS, device=device)
+def _kv_append_four_bits(kind: str, device: str) -> dict[str, Any]:
+    case = gqa_case(seqlens=[20, 33], h_q=2, h_kv=2, d=64, kv_dtype=kind, device=device)
     caches = {name: getattr(case, name) for name in ("k_cache", "v_cache", "k_scale", "v_scale")}
-    return {**_kv_append(device), **caches, "kind": FOUR_BITS}
+    return {**_kv_append(device), **caches, "kind": kind}
 
 
 def _kv_append_given(device: str) -> dict[str, Any]:
@@ -315,11 +316,11 @@ SAMPLES = {
     "gqa_decode, contiguous": Sample(_gqa_contiguous, _decode_gqa),
     "gqa_decode, paged": Sample(_gqa_paged, _decode_gqa_alone),
     "gqa_decode, paged_vllm": Sample(_gqa_vllm, _decode_gqa),
-    "gqa_decode, 4-bit values": Sample(_gqa_four_bits, _decode_gqa),
+    **{f"gqa_decode, {kind}": Sample(partial(_gqa_four_bits, kind), _decode_gqa) for kind in FOUR_BITS},
     "gqa_decode, blocks": Sample(_gqa_blocks, _decode_gqa),
     "kv_int8_append, own scales": Sample(_kv_append, _append_kv),
     "kv_int8_append, given scales": Sample(_kv_append_given, _append_kv),
-    "kv_append, 4-bit values": Sample(_kv_append_four_bits, _append_kv),
+    **{f"kv_append, {kind}": Sample(partial(_kv_append_four_bits, kind), _append_kv) for kind in FOUR_BITS},
     "merge_states": Sample(_states, merge_states),
     "sink_attention": Sample(_sink, _attend),
     "sink_attention, gradients": Sample(_sink, _attend_with_gradients, backward=True),

@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import CopyG2ROp
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.gqa.append_spec import GIVEN, GROUPS, PER_TOKEN, PER_TOKEN_HEAD, VALUES, WARP, KvAppendSpec
-from cute_kernels.gqa.codes import CODES, INT8, ROTATED, element
+from cute_kernels.gqa.codes import INT8, ROTATED, element
 from cute_kernels.gqa.kernels.quantize import Quantizer
 from cute_kernels.gqa.kernels.quantize_rotated import E4m3Quantizer, RotatedQuantizer
 
@@ -114,7 +114,7 @@ class KvAppendKernel:
         self.quantizer = Quantizer(spec) if spec.codes[0] == INT8 else E4m3Quantizer(spec)
         self.rotated = [code in ROTATED for code in spec.codes]
         self.rotated_quantizer = RotatedQuantizer(spec)
-        self.code_types = [{**CODES, **ROTATED}[code].element() for code in spec.codes]
+        self.code_types = [element(code) for code in spec.codes]
 
     @cute.jit
     def __call__(

@@ -135,7 +135,7 @@ class ConsumerWarp:
     def buffers(self, smem: SmemViews, sequence: Int32) -> tuple[cute.Pointer, cute.Pointer]:
         """Q and the constants of this CTA's sequence-th sequence."""
         spec = self.spec
-        size = const_expr(spec.columns * spec.d)
+        size = const_expr(spec.q_values)
         q = smem.q + cute.assume(sequence % Q_BUFFERS * size, divby=size)
         return q, smem.constants + sequence % CONSTANTS_BUFFERS * (NUM_CONSTANTS * spec.columns)
 

@@ -5,7 +5,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.device import softmax
-from cute_kernels.gqa.codes import FLIPPED, element
+from cute_kernels.gqa.codes import element
+from cute_kernels.gqa.kernels import rotation
 from cute_kernels.gqa.kernels.arguments import QueryBlock, Tensors
 from cute_kernels.gqa.kernels.fragments import Fragments, SoftmaxState, Thread
 from cute_kernels.gqa.kernels.pipelines import NamedBarrier
@@ -138,26 +139,8 @@ class Epilogue(Fragments):
         With d 256 a warp has half of it, and `gather_warps` has added up the halves. Nothing where V is not rotated.
         """
         if const_expr(self.spec.rotated):
-            lanes = const_expr(min(self.vectors, 32))
-            mask = Int32((1 << lanes) - 1) << (cute.arch.lane_idx() & -lanes) if const_expr(lanes < 32) else -1
-            for i in cutlass.range_constexpr(2):
-                for low in cutlass.range_constexpr(4):
-                    if const_expr(low & (1 << i) == 0):
-                        a, b = acc[low], acc[low | 1 << i]
-                        acc[low], acc[low | 1 << i] = a + b, a - b
-            for step in cutlass.range_constexpr(lanes.bit_length() - 1):
-                sign = ((vector >> step) & 1) << 31
-                for c in cutlass.range_constexpr(4):
-                    other = cute.arch.shuffle_sync_bfly(acc[c], 1 << step, mask=mask)
-                    acc[c] = other + (acc[c].bitcast(Int32) ^ sign).bitcast(Float32)
-            flipped = Int32(0)
-            for word in cutlass.range_constexpr(self.spec.d // 32):
-                bits = const_expr((FLIPPED >> 32 * word) & 0xFFFFFFFF)
-                bits = const_expr(bits - (1 << 32) if bits >> 31 else bits)
-                flipped = cutlass.select_(vector // 8 == word, Int32(bits), flipped)
-            flipped = flipped >> (4 * (vector % 8))
-            for c in cutlass.range_constexpr(4):
-                acc[c] = (acc[c].bitcast(Int32) ^ (((flipped >> c) & 1) << 31)).bitcast(Float32)
+            rotation.hadamard(acc, vector, min(self.vectors, 32))
+            rotation.flip_signs(acc, vector, self.spec.d)
 
     @cute.jit
     def normalization(self, row_max: Float32, row_sum: Float32, sink: Float32) -> Float32:

@@ -107,6 +107,15 @@ class Fragments:
         """The i-th column that this thread has."""
         return 8 * (i // 2) + 2 * (lane % 4) + i % 2
 
+    def scale_of(self, word: Float32) -> Float32:
+        """The scale of a float32 that has a zero point in its four lowest bits."""
+        return (word.bitcast(Int32) & -16).bitcast(Float32)
+
+    def centered_zero_point(self, word: Float32) -> Float32:
+        """The zero point of such a scale, less what is taken off codes."""
+        # 2^23 above four bits reads as 2^23 + x
+        return ((word.bitcast(Int32) & 15) | 0x4B000000).bitcast(Float32) - (2.0**23 + operands.UINT4_CENTER)
+
     def mma(self, dtype):
         """The matrix product of 16 keys, or 16 rows of d, by 8 columns."""
         return cute.make_tiled_mma(warp.MmaF16BF16Op(dtype, Float32, (16, 8, 16)))

@@ -1,4 +1,4 @@
-"""Copy pages of an INT8 or FP8 cache as 16-bit numbers."""
+"""Copy pages of an INT8, FP8 or 4-bit cache as 16-bit numbers."""
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -10,6 +10,8 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cute_kernels.gqa.append_spec import VALUES, WARP
 from cute_kernels.gqa.codes import element
 from cute_kernels.gqa.gather_spec import KvGatherSpec
+from cute_kernels.gqa.kernels import rotation
+from cute_kernels.gqa.kernels.quantize_rotated import product
 
 
 class KvGatherKernel:
@@ -20,11 +22,13 @@ class KvGatherKernel:
     | part      | per lane, of K and of V             | a warp's instruction, d 128 |
     |-----------|-------------------------------------|-----------------------------|
     | codes     | 1 load of 16 B, issued before any use | 4 rows of 128 B           |
+    | of 4 bits | 1 load of 8 B                       | 4 rows of 64 B              |
     | scales    | 1 load of 4 B, the same in a row    | 4 scales                    |
     | copies    | 2 stores of 16 B                    | 1 KB, without a gap         |
 
     No shared memory, no barriers. A token and head is 2 d bytes in and 4 d out, so memory binds: 64 bytes of stores and
-    32 of loads a thread against some 60 instructions. Products are float32, rounded once.
+    32 of loads a thread against some 60 instructions. Products are float32, rounded once. Rotated vectors are rotated
+    back by shuffles among the lanes of a row, in which threads past the last row repeat it.
     """
 
     def __init__(self, spec: KvGatherSpec) -> None:
@@ -77,28 +81,33 @@ class KvGatherKernel:
         cta, _, _ = cute.arch.block_idx()
         h_divisor, page_divisor = divisors
         index = cta * self.threads + tid
-        if index < lanes:
-            row, part = index // self.lanes, index % self.lanes
-            token, head = divmod(row, h_divisor)
-            i, offset = divmod(token, page_divisor)
-            # a table may name pages that the cache does not have
-            page = cutlass.min(cutlass.max(mPages[i], 0), Int32(mKCache.shape[0]) - 1)
-            rK = cute.make_rmem_tensor((VALUES,), Int8)
-            rV = cute.make_rmem_tensor((VALUES,), Int8)
-            place = (page, offset, head)
-            self._load(mKCache, place, part, rK)
-            self._load(mVCache, place, part, rV)
-            k_scale, v_scale = self._scale(mKScale, place), self._scale(mVScale, place)
-            self._store(rK, k_scale, mK, index)
-            self._store(rV, v_scale, mV, index)
+        exists = index < lanes
+        index = cutlass.min(index, lanes - 1)
+        row, part = index // self.lanes, index % self.lanes
+        token, head = divmod(row, h_divisor)
+        i, offset = divmod(token, page_divisor)
+        # a table may name pages that the cache does not have
+        page = cutlass.min(cutlass.max(mPages[i], 0), Int32(mKCache.shape[0]) - 1)
+        k_codes, v_codes = self.spec.codes
+        rK = cute.make_rmem_tensor((VALUES // k_codes.values,), Int8)
+        rV = cute.make_rmem_tensor((VALUES // v_codes.values,), Int8)
+        place = (page, offset, head)
+        self._load(mKCache, place, part, rK)
+        self._load(mVCache, place, part, rV)
+        k_scale, v_scale = self._scale(mKScale, place), self._scale(mVScale, place)
+        k, v = self._numbers(rK, k_scale, k_codes, part), self._numbers(rV, v_scale, v_codes, part)
+        if exists:
+            self._store(k, mK, index)
+            self._store(v, mV, index)
 
     @cute.jit
     def _load(self, mCache: cute.Tensor, place: tuple, part: Int32, rX: cute.Tensor):
         """Starts the load of a lane's codes."""
-        address = mCache.iterator.toint() + self._at(mCache, place) + Int64(VALUES * part)
-        source = cute.make_ptr(Int8, address, AddressSpace.gmem, assumed_align=16)
-        atom = cute.make_copy_atom(CopyG2ROp(), Int8, num_bits_per_copy=128)
-        cute.copy(atom, cute.make_tensor(source, cute.make_layout(VALUES)), rX)
+        size = const_expr(cute.size(rX))
+        address = mCache.iterator.toint() + self._at(mCache, place) + Int64(size * part)
+        source = cute.make_ptr(Int8, address, AddressSpace.gmem, assumed_align=size)
+        atom = cute.make_copy_atom(CopyG2ROp(), Int8, num_bits_per_copy=8 * size)
+        cute.copy(atom, cute.make_tensor(source, cute.make_layout(size)), rX)
 
     @cute.jit
     def _at(self, mX: cute.Tensor, place: tuple) -> Int64:
@@ -112,11 +121,26 @@ class KvGatherKernel:
         return (mScale.iterator + self._at(mScale, place)).load()
 
     @cute.jit
-    def _store(self, rX: cute.Tensor, scale: Float32, mX: cute.Tensor, index: Int32):
-        """Stores a lane's values, times their scale."""
-        codes = cute.recast_tensor(rX, self.spec.codes.element())
+    def _numbers(self, rX: cute.Tensor, scale: Float32, codes: cutlass.Constexpr, part: Int32) -> cute.Tensor:
+        """What a lane's codes stand for, rounded."""
+        x = cute.make_rmem_tensor((VALUES,), Float32)
+        if const_expr(codes.rotated):
+            words, word = cute.recast_tensor(rX, Int32), scale.bitcast(Int32)
+            for i in cutlass.range_constexpr(VALUES):
+                code = (words[i // 8] >> 4 * (i % 8)) & 15
+                x[i] = product(Float32(code - (word & 15)), (word & -16).bitcast(Float32))
+            rotation.hadamard(x, part, self.lanes)
+            rotation.flip_signs(x, part, self.spec.d)
+            x.store(x.load() * (1.0 / self.spec.d))
+        else:
+            x.store(cute.recast_tensor(rX, codes.element()).load().to(Float32) * scale)
         values = cute.make_rmem_tensor((VALUES,), self.dtype)
-        values.store((codes.load().to(Float32) * scale).to(self.dtype))
+        values.store(x.load().to(self.dtype))
+        return values
+
+    @cute.jit
+    def _store(self, values: cute.Tensor, mX: cute.Tensor, index: Int32):
+        """Stores a lane's values."""
         address = mX.iterator.toint() + 2 * VALUES * Int64(index)
         target = cute.make_ptr(self.dtype, address, AddressSpace.gmem, assumed_align=16)
         cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(VALUES)))
@@ -130,7 +154,10 @@ class KvGatherKernel:
             return tuple(cute.sym_int64(divisibility=step) for _ in range(count))
 
         sizes = (pages, page_size, h_kv)
-        caches = [make_fake_tensor(Int8, (*sizes, spec.d), (*strides(16, 3), 1), assumed_align=16) for _ in "kv"]
+        caches = [
+            make_fake_tensor(Int8, (*sizes, spec.d // codes.values), (*strides(16, 3), 1), assumed_align=16)
+            for codes in spec.codes
+        ]
         if spec.one_scale:
             scales = [make_fake_tensor(Float32, (1,), (1,), assumed_align=4) for _ in "kv"]
         else:

@@ -27,10 +27,8 @@ class PV(Fragments):
         zero_point = cute.make_rmem_tensor(2, Float32)
         if const_expr(spec.rotated):
             for k in cutlass.range_constexpr(2):
-                word = v_scale[k, 0].bitcast(Int32)
-                # 2^23 above four bits reads as 2^23 + x
-                zero_point[k] = ((word & 15) | 0x4B000000).bitcast(Float32) - (2.0**23 + operands.UINT4_CENTER)
-                v_scale[k, 0] = (word & -16).bitcast(Float32)
+                zero_point[k] = self.centered_zero_point(v_scale[k, 0])
+                v_scale[k, 0] = self.scale_of(v_scale[k, 0])
         for n in cutlass.range_constexpr(self.n_tiles):
             for group in cutlass.range_constexpr(groups):
                 for k in cutlass.range_constexpr(2):

@@ -13,6 +13,7 @@ from cutlass import Float32, Int32, const_expr
 from cute_kernels.device import operands
 from cute_kernels.gqa.kernels.fragments import Fragments, Thread
 from cute_kernels.gqa.kernels.pipelines import NamedBarrier
+from cute_kernels.gqa.kernels.smem import q_sums
 from cute_kernels.gqa.spec import KEYS_PER_TEAM as KEYS
 
 
@@ -21,7 +22,7 @@ class QK(Fragments):
 
     @cute.jit
     def scores(self, k_scale: cute.Tensor, sQ: cute.Pointer, address: Int32, thread: Thread):
-        """S^T of the warp's keys and part of d, scales of tokens and groups included: a fragment for each 8 columns.
+        """S^T of the warp's keys and part of d, scales and zero points included: a fragment for each 8 columns.
 
         address: of K of the tile in shared memory.
         """
@@ -30,8 +31,10 @@ class QK(Fragments):
         address = self.part_address("k", address, thread.part)
         mma = self.mma(self.k_dtype)
         shape = mma.partition_shape_C((16, 8))
-        # Two sums for each 8 columns: in a chain of products each waits 33 cycles for the one before it.
-        chains = [[mma.make_fragment_C(shape) for _ in range(self.n_tiles)] for _ in range(2)]
+        # Two sums for each 8 columns, or for each term of Q while there are registers: in a chain of products each
+        # waits 33 cycles for the one before it.
+        num_chains = const_expr(2 * spec.q_terms if spec.columns * spec.d <= 1024 else 2)
+        chains = [[mma.make_fragment_C(shape) for _ in range(self.n_tiles)] for _ in range(num_chains)]
         acc_s = [mma.make_fragment_C(shape) for _ in range(self.n_tiles)]
         steps = self.d // 16
         group_steps = steps // max(self.k_groups, 1)
@@ -39,7 +42,11 @@ class QK(Fragments):
         if const_expr(spec.d_split > 1):
             first += cute.assume(thread.part * (64 * steps), divby=64 * steps)
         words = cute.make_tensor(
-            first, cute.make_layout((4, 32, steps // 2, self.n_tiles), stride=(1, 4, 128, 4 * spec.d))
+            first,
+            cute.make_layout(
+                (4, 32, steps // 2, self.n_tiles, spec.q_terms),
+                stride=(1, 4, 128, 4 * spec.d, spec.columns * spec.d // 2),
+            ),
         )
         a = mma.make_fragment_A(mma.partition_shape_A((16, 32)))
         b = mma.make_fragment_B(mma.partition_shape_B((8, 32)))
@@ -48,27 +55,41 @@ class QK(Fragments):
         half = lane // 16
         for pair in cutlass.range_constexpr(steps // 2):
             if const_expr(spec.bytes_cache):
-                x = operands.load_matrices(self.chunk_address("k", address, row, 2 * pair, half), False)
-                self.codes.widen_rows(a[None, 0, 0], x[0], x[1])
-                self.codes.widen_rows(a[None, 0, 1], x[2], x[3])
+                values = const_expr(self.codes.values)
+                if const_expr(pair % values == 0):
+                    chunk = const_expr(2 * pair // values)
+                    x = operands.load_matrices(self.chunk_address("k", address, row, chunk, half), False)
+                for i in cutlass.range_constexpr(2):
+                    step = const_expr(2 * (pair % values) + i)  # of those that the registers have
+                    register, shift = const_expr(step // values * 2), const_expr(8 * (step % values))
+                    self.codes.widen_rows(a[None, 0, i], x[register] >> shift, x[register + 1] >> shift)
             else:
                 for i in cutlass.range_constexpr(2):
                     x = operands.load_matrices(self.chunk_address("k", address, row, 4 * pair + 2 * i, half), False)
                     operands.take(a[None, 0, i], x[0], x[1], x[2], x[3])
             for n in cutlass.range_constexpr(self.n_tiles):
-                cute.autovec_copy(words[None, lane, pair, n], b_words)
-                for i in cutlass.range_constexpr(2):
-                    if const_expr(2 * pair % group_steps == 0):
-                        chains[i][n].fill(0.0)
-                    cute.gemm(mma, chains[i][n], a[None, None, i], b[None, None, i], chains[i][n])
+                for term in cutlass.range_constexpr(spec.q_terms):
+                    cute.autovec_copy(words[None, lane, pair, n, term], b_words)
+                    for i in cutlass.range_constexpr(2):
+                        chain = const_expr((2 * term + i) % num_chains)
+                        sums = chains[chain][n]
+                        if const_expr(2 * pair % group_steps == 0 and 2 * term + i == chain):
+                            sums.fill(0.0)
+                        cute.gemm(mma, sums, a[None, None, i], b[None, None, i], sums)
             if const_expr(2 * (pair + 1) % group_steps == 0):
                 group = const_expr(2 * pair // group_steps)
                 for n in cutlass.range_constexpr(self.n_tiles):
                     for e in cutlass.range_constexpr(4):
-                        x = chains[0][n][e] + chains[1][n][e]
-                        if const_expr(self.k_groups > 0):
-                            x *= k_scale[e // 2, group]
-                        acc_s[n][e] = x if const_expr(group == 0) else acc_s[n][e] + x
+                        s = chains[0][n][e] + chains[1][n][e]
+                        if const_expr(num_chains == 4):
+                            s += chains[2][n][e] + chains[3][n][e]
+                        if const_expr(spec.k_rotated):
+                            q_sum = q_sums(spec, sQ)[self.column(2 * n + e % 2, lane)]
+                            s -= self.centered_zero_point(k_scale[e // 2, group]) * q_sum
+                            s *= self.scale_of(k_scale[e // 2, group])
+                        elif const_expr(self.k_groups > 0):
+                            s *= k_scale[e // 2, group]
+                        acc_s[n][e] = s if const_expr(group == 0) else acc_s[n][e] + s
         return acc_s
 
     @cute.jit

@@ -6,10 +6,11 @@ Products and sums are single instructions in PTX: the compiler may join a produc
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 
 from cute_kernels.gqa.append_spec import VALUES, KvAppendSpec
-from cute_kernels.gqa.codes import E4M3_MAX, E4M3_MIN_SCALE, FLIPPED, INT4_MAX, INT4_MIN_SCALE, ROTATED_MAX
+from cute_kernels.gqa.codes import E4M3_MAX, E4M3_MIN_SCALE, INT4_MAX, INT4_MIN_SCALE, ROTATED_MAX
+from cute_kernels.gqa.kernels import rotation
 from cute_kernels.gqa.kernels.quantize import LARGEST, Quantizer
 
 
@@ -70,26 +71,13 @@ class RotatedQuantizer(Quantizer):
 
     @cute.jit
     def _rotated(self, rX: cute.Tensor, part: Int32) -> cute.Tensor:
-        """H D x: the sums of neighbours first, within the lane and then among the lanes of the head."""
+        """H D x."""
         values = rX.load().to(Float32)
-        flipped = Int32(0)
-        for piece in cutlass.range_constexpr(self.lanes):
-            bits = const_expr(FLIPPED >> VALUES * piece & 0xFFFF)
-            flipped = cutlass.select_(part == piece, Int32(bits), flipped)
         y = cute.make_rmem_tensor((VALUES,), Float32)
         for i in cutlass.range_constexpr(VALUES):
-            x = cute.arch.fmin(cute.arch.fmax(not_nan(values[i]), -ROTATED_MAX), ROTATED_MAX)
-            y[i] = (x.bitcast(Int32) ^ (((flipped >> i) & 1) << 31)).bitcast(Float32)
-        for bit in cutlass.range_constexpr(VALUES.bit_length() - 1):
-            for i in cutlass.range_constexpr(VALUES):
-                if const_expr(i & (1 << bit) == 0):
-                    a, b = y[i], y[i | 1 << bit]
-                    y[i], y[i | 1 << bit] = a + b, a - b
-        for bit in cutlass.range_constexpr(self.lanes.bit_length() - 1):
-            sign = ((part >> bit) & 1) << 31
-            for i in cutlass.range_constexpr(VALUES):
-                other = cute.arch.shuffle_sync_bfly(y[i], 1 << bit)
-                y[i] = other + (y[i].bitcast(Int32) ^ sign).bitcast(Float32)
+            y[i] = cute.arch.fmin(cute.arch.fmax(not_nan(values[i]), -ROTATED_MAX), ROTATED_MAX)
+        rotation.flip_signs(y, part, self.spec.d)
+        rotation.hadamard(y, part, self.lanes)
         return y
 
 

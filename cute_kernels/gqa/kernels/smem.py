@@ -19,7 +19,8 @@ class SmemViews(NamedTuple):
 
     tiles         stages x (K, V) x keys x d x itemsize: rows of 128 bytes (64, 32), swizzled; pages of paged_vllm as
                   they lie in global memory
-    q             2 buffers x columns x d as fragments of B: a lane's 16 bytes of two k steps are neighbours
+    q             2 buffers x terms x columns x d as fragments of B: a lane's 16 bytes of two k steps are neighbours;
+                  then the sum of each column, float32, where K has zero points
     warp_o        teams x columns x (d + 4) float32: O of each team; a team is a warp where warps do not split d
     warp_softmax  2 x (teams + 1) x columns float32: row_max and row_sum of each team, and of all for a cluster
     s_parts       2 tiles x warps x 16 x columns float32: parts of S, where warps split d; see `qk`
@@ -49,7 +50,7 @@ def allocate(spec: GqaDecodeSpec) -> SmemViews:
     array = SmemAllocator().allocate_array
     dtype, q_dtype = spec.codes.element(), element(spec.k_operand)
     tiles = array(dtype, spec.stages * spec.stage_bytes // spec.itemsize, byte_alignment=1024)
-    q = array(q_dtype, Q_BUFFERS * spec.columns * spec.d, byte_alignment=16)
+    q = array(q_dtype, Q_BUFFERS * spec.q_values, byte_alignment=16)
     warp_o = array(Float32, spec.teams * spec.columns * spec.warp_o_stride, byte_alignment=16)
     warp_softmax = array(Float32, 2 * (spec.teams + 1) * spec.columns, byte_alignment=16)
     s_parts = array(Float32, spec.s_part_values, byte_alignment=16) if spec.s_part_values else warp_o
@@ -77,6 +78,12 @@ def allocate(spec: GqaDecodeSpec) -> SmemViews:
 def column_constants(spec: GqaDecodeSpec, constants: cute.Pointer) -> cute.Tensor:
     """(column, S_SCALE | SINK | O_SCALE): S's factor besides the softmax scale, the sink, and O's factor."""
     return cute.make_tensor(constants, cute.make_layout((spec.columns, NUM_CONSTANTS)))
+
+
+def q_sums(spec: GqaDecodeSpec, q: cute.Pointer) -> cute.Tensor:
+    """(column): sums of Q in the buffer that begins at `q`."""
+    size = spec.q_terms * spec.columns * spec.d
+    return cute.make_tensor(cute.recast_ptr(q + size, dtype=Float32), cute.make_layout(spec.columns))
 
 
 def warp_o_tensor(spec: GqaDecodeSpec, smem: SmemViews) -> cute.Tensor:

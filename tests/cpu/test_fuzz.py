@@ -40,7 +40,7 @@ def test_a_round_is_named_by_its_seed_and_has_every_operator() -> None:
             if isinstance(value, torch.Tensor):
                 assert torch.equal(bits(value), bits(other.arguments[name]))
     seen = {call.op for seed in range(4) for call in calls_of(Work(seed, calls=24))}
-    assert seen == set(OPS)
+    assert seen - {"kv_append"} == set(OPS)  # one append in four is of another kind than INT8
 
 
 def test_a_round_of_right_calls_finds_nothing() -> None:
@@ -67,7 +67,7 @@ def damaged(op: str, when: Callable[[], bool]) -> Callable[..., Any]:
 @pytest.mark.parametrize("op", OPS)
 def test_a_wrong_result_is_found_by_the_oracle(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cute_kernels, op, damaged(op, lambda: True), raising=False)
-    findings = [f for seed in range(3) for f in run_round(Work(seed, calls=24), CPU).findings]
+    findings = [f for seed in range(5) for f in run_round(Work(seed, calls=24), CPU).findings]
     assert findings and all(finding.said.startswith(op) for finding in findings)
 
 

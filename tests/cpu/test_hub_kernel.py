@@ -161,7 +161,7 @@ def unique_of(kernel: Path) -> Any:
 
 
 def test_operators_run_under_the_name_of_the_loader(kernel: Path, tmp_path: Path) -> None:
-    assert run(LOAD + CALLS, kernel, tmp_path) == f"done {unique_of(kernel)} 13\n"
+    assert run(LOAD + CALLS, kernel, tmp_path) == f"done {unique_of(kernel)} 14\n"
 
 
 def test_a_kernel_of_the_copy_compiles_and_its_key_knows_its_sources(kernel: Path, tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 
 from cute_kernels.sink.spec import DTYPES, ROWS, SMALL_WINDOW, SMEM_PER_CTA, groups, variants
 
-QUERIES = 64  # rows of a tile of Q and dO in the key-stationary kernel
+QUERIES = 64  # rows of a tile of Q and dO in the fused kernel
 DS_STAGES = 2  # query tiles with dS in shared memory: one is stored while dQ of the one before it is made
-PADDING = 128  # positions between two sequences in the statistics: see kernels/views.py
+PADDING = 192  # positions between two sequences in the statistics: see kernels/views.py
 
 
 def _reasons(dtype: str, d: int) -> list[str]:
@@ -44,15 +44,17 @@ class SinkBackwardSpec:
     fused   whether this kernel also adds dq up in global memory
     skips   d 64 with a window, not fused: each consumer warpgroup skips the query tiles that see none of its keys
 
-    The other choices follow from these: `key_blocks`, `pair` and `ahead`. Milliseconds of the kernel for 65,536 tokens,
-    the fastest first (docs/journal/sink_attention.md has all variants that were timed; the slower ones are gone):
+    The other choices follow from these: `key_blocks`, `pair` and `queries`. Milliseconds of the kernel for 65,536
+    tokens, the fastest first (docs/journal/sink_attention.md has all variants that were timed; slower ones are gone):
 
         64 and 8 heads of 64     s_k 16384, fused               key_blocks 2: 46.1; 192 keys a CTA: 46.7;
                                                                 a warpgroup of its own for dq, 128 keys: 49.4
-                                 s_k 16384, not fused           ahead: 32.3
                                  s_k 16384, window 128          not fused, skips: 0.98; not fused: 1.27
         32 and 8 heads of 128    s_k 16384, fused               pair: 40.6; pair that multicasts Q and dO: 41.3;
                                                                 one CTA: 43.9
+
+    Of the whole backward of 64 heads on another H200, s_k 16384: fused, key_blocks 2 48.2, 128 queries a tile 51.0; not
+    fused, 128 queries a tile 54.3, 64 queries 57.0.
     """
 
     dtype: str
@@ -112,9 +114,14 @@ class SinkBackwardSpec:
         return self.fused and self.d == 128
 
     @property
-    def ahead(self) -> bool:
-        """Whether S of the next tile is issued before the products of this one are complete."""
-        return self.d == 64 and not self.fused and not self.skips
+    def adders(self) -> int:
+        """Warps that have the copy engine add dq, one for each place where dQ is staged: a pair has room for one."""
+        return (1 if self.pair else 2) if self.fused else 0
+
+    @property
+    def queries(self) -> int:
+        """Queries of a tile. 128 halve the waits, but S and dP take twice the registers, and more is masked."""
+        return 128 if self.d == 64 and not self.fused and not self.skips else QUERIES
 
     @property
     def keys_of_cta(self) -> int:
@@ -138,13 +145,13 @@ class SinkBackwardSpec:
 
     @property
     def load_registers(self) -> int:
-        """Of a thread of the load warpgroup, which spills with 24 where the kernel is not fused."""
-        return 24 if self.fused else 40
+        """Of a thread of the load warpgroup."""
+        return 40 if self.skips else 24
 
     @property
     def consumer_registers(self) -> int:
-        """24 + 2 x 240 = 40 + 2 x 232 = 3 x 168 of 384 threads; fused at d 128, ptxas serializes products with 232."""
-        return 240 if self.fused else 232
+        """24 + 2 x 240 = 40 + 2 x 232 = 3 x 168 of 384 threads; ptxas serializes products with 232, or spills."""
+        return 232 if self.skips else 240
 
     @property
     def bytes_of_keys(self) -> int:

@@ -1,9 +1,9 @@
 """Backward of sink attention on SM90, key-stationary: dk and dv in registers, dq (fused) added in global memory.
 
-A work tile is a block of keys of one KV head, 64 or 2 x 64 for each of two consumer warpgroups. Tiles of 64 queries
-stream past, of each query head of the group in turn, so dk and dv sum over the group in registers. Everything is
-transposed: rows are keys, columns are queries, and P^T and dS^T are operands straight from the accumulators. See
-key_grad_mma.py for the products of a tile and query_sums.py for dq.
+A work tile is a block of keys of one KV head, 64 or 2 x 64 for each of two consumer warpgroups. Tiles of queries stream
+past, of each query head of the group in turn, so dk and dv sum over the group in registers. Everything is transposed:
+rows are keys, columns are queries, and P^T and dS^T are operands straight from the accumulators. Products of a tile are
+in key_grad_mma.py and, where this kernel makes no dq, in key_grad_separate.py; dq is in query_sums.py.
 
 Products of a tile of 128 x 64: 5 x 256 cycles (d 64), 5 x 512 (d 128). Shared memory: K, Q, V and dO for S and dP
 64 KB (128 KB), dO and Q for dV and dK 32 KB (64 KB), dS and K for dQ 32 KB (64 KB), stores of dS 16 KB, dQ 32 KB
@@ -23,12 +23,13 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.sink.backward_spec import QUERIES, SinkBackwardSpec
+from cute_kernels.sink.backward_spec import SinkBackwardSpec
 from cute_kernels.sink.kernels import masks, views
 from cute_kernels.sink.kernels.barriers import key_barriers
-from cute_kernels.sink.kernels.key_grad_mma import KeyGrad
+from cute_kernels.sink.kernels.key_grad_mma import FusedKeyGrad
+from cute_kernels.sink.kernels.key_grad_separate import SeparateKeyGrad
 from cute_kernels.sink.kernels.key_load import KeyLoad, KeyTmas, KeyViews
-from cute_kernels.sink.kernels.query_sums import Sums
+from cute_kernels.sink.kernels.query_sums import Adder, Sums
 from cute_kernels.sink.kernels.scheduler import Divisors, KeySchedule
 from cute_kernels.sink.kernels.smem import key_layouts, key_storage, peer_k_layout, start
 
@@ -37,33 +38,37 @@ class SinkBackwardKernel:
     """One launch of the key-stationary backward; `spec` holds all that is fixed at compile time.
 
     Roles (384 threads)
-      warpgroup 0     load: 24 or 40 registers. Its first warp takes work tiles and issues TMA; the others idle
+      warpgroup 0     24 or 40 registers. Its first warp takes work tiles and issues TMA; fused, the next one or two
+                      have the copy engine add dQ. The others idle
       warpgroup 1, 2  consumers: 240 or 232 registers. At d 128 and with two key blocks 64 + 64 of dK and dV, 32 + 32 of
                       S and dP, later 32 of dQ; 16 + 16 of P and dS as operands, 16 of L or delta
 
     Barriers (arrivals of a phase, bytes, what is true then) of
     SinkBackwardSpec("bfloat16", 64):
       work_full[2]       32                 the load warp has written the record of a work tile
-      work_empty[2]     256                 consumers have read it for the last time
+      work_empty[2]     320                 consumers have read it for the last time
       kv_full             1 + 65,536 bytes  K and V are loaded
       kv_empty           32                 the warp that stores dK and dV from their place is done
       ds_full[2]        256                 dS of a query tile is stored, by the pair's other CTA too
       ds_empty[2]       128                 whoever made dQ of it has read dS, in both CTAs of a pair
+      added_full[2]     128                 dQ of a query tile is staged
+      added_empty[2]      1                 the copy engine has read it
       q_full[4]           1 + 16,896 bytes  Q, dO and the statistics of a query tile are loaded
       q_empty[4]        256                 the last products that read the query tile are complete
 
     Barriers of SinkBackwardSpec("bfloat16", 128), a pair:
       work_full[2]       32                 the load warp has written the record of a work tile
-      work_empty[2]     256                 consumers have read it for the last time
+      work_empty[2]     288                 consumers have read it for the last time
       kv_full             1 + 81,920 bytes  K and V are loaded
       kv_empty           32                 the warp that stores dK and dV from their place is done
       ds_full[2]        256 + 16,384 bytes  dS of a query tile is stored, by the pair's other CTA too
       ds_empty[2]       132                 whoever made dQ of it has read dS, in both CTAs of a pair
-      added_empty       128                 the copy engine has read the staged dQ
+      added_full        128                 dQ of a query tile is staged
+      added_empty         1                 the copy engine has read it
       q_full[2]           1 + 33,280 bytes  Q, dO and the statistics of a query tile are loaded
       q_empty[2]        256                 the last products that read the query tile are complete
 
-    Shared memory: K and V of keys x d; 4 (d 64) or 2 (d 128) stages of Q and dO of 64 x d, L and delta of 64; fused:
+    Shared memory: K and V of keys x d; 4 (d 64) or 2 (d 128) stages of a tile of Q, dO, L and delta; fused:
     2 x dS of keys x 64, and dQ of 64 x d float32 for each consumer warpgroup. That is 225 KB of 227 KB at d 128 and
     226 KB at d 64, where dK and dV leave through the place of K and V. Otherwise they have their own, so that the next
     K and V come while they are stored. In a pair: 4 x dS, 16 KB of the other's K and 16 KB of dQ, as much.
@@ -75,7 +80,8 @@ class SinkBackwardKernel:
             raise ValueError("; ".join(reasons))
         self.spec = spec
         self.load = KeyLoad(spec)
-        self.consumer = KeyGrad(spec)
+        self.consumer = FusedKeyGrad(spec) if spec.fused else SeparateKeyGrad(spec)
+        self.adder = Adder(spec)
 
     def fake_arguments(self) -> tuple:
         """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
@@ -144,7 +150,7 @@ class SinkBackwardKernel:
 
         layouts = key_layouts(spec)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        box_q, box_kv = (QUERIES, spec.d), (spec.keys_of_cta, spec.d)
+        box_q, box_kv = (spec.queries, spec.d), (spec.keys_of_cta, spec.d)
         q, d_out = (views.tma(load, t, spec.packed, layouts.q, box_q) for t in (mQ, mDOut))
         k, v = (views.tma(load, t, spec.packed, layouts.kv, box_kv) for t in (mK, mV))
         d_k, d_v = (views.tma(store, t, spec.packed, layouts.kv, box_kv) for t in (mDK, mDV))
@@ -152,8 +158,9 @@ class SinkBackwardKernel:
         if const_expr(spec.pair):
             peer_k = views.tma(load, mK, spec.packed, peer_k_layout(spec), (spec.keys_of_cta, spec.columns))
         by_position = cute.make_tensor(mStats.iterator, cute.select(mStats.layout, mode=[2, 1, 0]))
+        box_stats = (spec.queries, 1, 2)
         stats = views.Tma(
-            *cpasync.make_tiled_tma_atom(load, by_position, cute.select(layouts.stats, mode=[0, 1, 2]), (QUERIES, 1, 2))
+            *cpasync.make_tiled_tma_atom(load, by_position, cute.select(layouts.stats, mode=[0, 1, 2]), box_stats)
         )
         tmas = KeyTmas(q, d_out, k, v, stats, d_k, d_v)
         packed = views.Packed(mCuQ, mCuK, mWork)
@@ -204,10 +211,13 @@ class SinkBackwardKernel:
                     staged_peer_k = smem.peer_k.get_tensor(layout.outer, swizzle=layout.inner)
                 peer = (peer_k, staged_peer_k)
                 self.load.run(smem, staged, tmas, peer, packed, visible, schedule, rank, tidx)
+            if const_expr(spec.fused):
+                if warp_idx > 0 and warp_idx <= spec.adders:
+                    self.adder.run(smem, sums, visible, schedule.ratio, rank, warp_idx - 1, tidx % 32)
         else:
             wg, tid = warp_idx // 4 - 1, tidx % 128
             cute.arch.setmaxregister_increase(spec.consumer_registers)
-            self.consumer.run(smem, tmas.d_k, tmas.d_v, sums, softmax_scale, visible, schedule.ratio, rank, wg, tid)
+            self.consumer.run(smem, tmas.d_k, tmas.d_v, softmax_scale, visible, schedule.ratio, rank, wg, tid)
         if const_expr(spec.pair):  # no CTA leaves while the other one reads or writes its shared memory
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()

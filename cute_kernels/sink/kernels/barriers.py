@@ -3,7 +3,7 @@
 from enum import IntEnum
 
 from cute_kernels.device.barriers import MBarrier, Rings
-from cute_kernels.sink.backward_spec import DS_STAGES, QUERIES, SinkBackwardSpec, SinkQueryGradSpec
+from cute_kernels.sink.backward_spec import DS_STAGES, SinkBackwardSpec, SinkQueryGradSpec
 from cute_kernels.sink.kernels.scheduler import WORK_STAGES
 from cute_kernels.sink.spec import ROWS, SinkForwardSpec
 
@@ -31,15 +31,14 @@ class QueryGradNamedBarrier(IntEnum):
 
 
 class KeyGradNamedBarrier(IntEnum):
-    """Hardware barriers of a CTA; 0 is `sync_threads`. Consumer warpgroup w, of two, has ADD + w.
+    """Hardware barriers of a CTA; 0 is `sync_threads`. Consumer warpgroup w, of two, has SEND + w in a pair.
 
-    Each id serves two waits, because the same threads wait at both, in the same order: STORE before and after dK and dV
-    are written to shared memory, ADD + w before and after dQ is. A pair waits at ADD + w for its dS instead of before
-    dQ: an mbarrier, `added_empty`, says there that the place of dQ is free, because both warpgroups use that place.
+    STORE serves two waits, before and after dK and dV are written to shared memory, because the same threads wait at
+    both, in the same order.
     """
 
     STORE = 3  # 256, all consumers: the TMA stores before have read dK and dV; dK and dV of this work tile are there
-    ADD = 4  # 128, and 5: the copy before has read dQ (a pair: dS is in shared memory); dQ is in shared memory
+    SEND = 4  # 128, and 5: dS is in shared memory
 
 
 def query_barriers(spec: SinkForwardSpec | SinkQueryGradSpec) -> Rings:
@@ -68,22 +67,25 @@ def query_barriers(spec: SinkForwardSpec | SinkQueryGradSpec) -> Rings:
 def key_barriers(spec: SinkBackwardSpec) -> Rings:
     """Of the key-stationary kernel, in the order of their initialization."""
     consumers, ds = spec.consumers, DS_STAGES
-    q_bytes = 2 * QUERIES * spec.d * 2 + 2 * QUERIES * 4
+    q_bytes = 4 * spec.queries * (spec.d + 2)
     kv_empty = (
         MBarrier("kv_empty", 32, 1, 0, "the warp that stores dK and dV from their place is done")
         if spec.reuses
         else MBarrier("kv_empty", consumers, 1, 0, "the last products that read K or V are complete")
     )
-    ds_bytes = 2 * spec.keys_of_cta * QUERIES if spec.pair else 0
+    ds_bytes = 2 * spec.keys_of_cta * spec.queries if spec.pair else 0
     remote = 4 if spec.pair else 0  # a thread of each warp of the other CTA's warpgroup that has made dQ
     return [
-        _work(consumers),
+        _work(consumers + 32 * spec.adders),
         [MBarrier("kv_full", 1, 1, spec.bytes_of_keys, "K and V are loaded"), kv_empty],
         [
             MBarrier("ds_full", consumers, ds, ds_bytes, "dS of a query tile is stored, by the pair's other CTA too"),
             MBarrier("ds_empty", 128 + remote, ds, 0, "whoever made dQ of it has read dS, in both CTAs of a pair"),
         ],
-        *([[MBarrier("added_empty", 128, 1, 0, "the copy engine has read the staged dQ")]] if spec.pair else []),
+        [
+            MBarrier("added_full", 128, spec.adders, 0, "dQ of a query tile is staged"),
+            MBarrier("added_empty", 1, spec.adders, 0, "the copy engine has read it"),
+        ],
         [
             MBarrier("q_full", 1, spec.stages, q_bytes, "Q, dO and the statistics of a query tile are loaded"),
             MBarrier("q_empty", consumers, spec.stages, 0, "the last products that read the query tile are complete"),

@@ -7,7 +7,6 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from cute_kernels.device.ring import ring_slot_pow2, use_phase
-from cute_kernels.sink.backward_spec import QUERIES
 from cute_kernels.sink.kernels import scheduler, views
 from cute_kernels.sink.kernels.masks import KeyMasks, Visibility
 from cute_kernels.sink.kernels.scheduler import KeySchedule, WorkTile
@@ -142,7 +141,7 @@ class KeyLoad:
         for g in cutlass.range(ratio, unroll=1):
             q_head = work.head * ratio + g
             stats = cute.local_tile(
-                cute.domain_offset((position, 0, 0), tmas.stats.tensor), (QUERIES, 1, 2), (None, q_head, 0)
+                cute.domain_offset((position, 0, 0), tmas.stats.tensor), (spec.queries, 1, 2), (None, q_head, 0)
             )
             stats_target, stats_source = cute.nvgpu.cpasync.tma_partition(
                 tmas.stats.atom, 0, cute.make_layout(1),
@@ -153,13 +152,13 @@ class KeyLoad:
                 ring_tile += 1
                 cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, 2 * QUERIES * spec.d * 2 + 2 * QUERIES * 4)
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, 4 * spec.queries * (spec.d + 2))
                 copies = ((tmas.q, staged.q), (tmas.d_out, staged.d_out))
                 for x in cutlass.range_constexpr(2):
                     tma, place = copies[x]
                     tiles = cute.local_tile(
                         cute.domain_offset((origin.row + queries.begin, 0, 0, 0), tma.tensor),
-                        (QUERIES, spec.d),
+                        (spec.queries, spec.d),
                         (None, 0, q_head, origin.outer),
                     )
                     target, source = views.partition(tma, place, tiles)

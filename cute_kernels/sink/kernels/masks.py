@@ -11,7 +11,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.device import wgmma
-from cute_kernels.sink.backward_spec import QUERIES
 from cute_kernels.sink.spec import ROWS
 
 UNLIMITED = 1 << 30  # the reach where attention is not causal
@@ -147,13 +146,13 @@ class KeyMasks:
 
     @cute.jit
     def query_range(self, first: Int32, s_q: Int32, s_k: Int32, visible: Visibility) -> TileRange:
-        """Of the work tile of keys from `first` on; begins at a multiple of 64."""
+        """Of the work tile of keys from `first` on; begins at a multiple of the size of a tile."""
         shift = s_k - s_q
-        begin = cutlass.max(first - shift - visible.reach, 0) & -QUERIES
+        begin = cutlass.max(first - shift - visible.reach, 0) & -self.spec.queries
         end = s_q
         if const_expr(self.spec.window):
             end = cutlass.min(s_q, cutlass.min(first + self.spec.keys, s_k) - 1 - shift + visible.window)
-        tiles = (cutlass.max(end - begin, 0) + QUERIES - 1) // QUERIES
+        tiles = (cutlass.max(end - begin, 0) + self.spec.queries - 1) // self.spec.queries
         return TileRange(begin, tiles)
 
     @cute.jit
@@ -185,7 +184,7 @@ class KeyMasks:
                 for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
                     s[r, c] = cutlass.select_(8 * (c // 2) + c % 2 >= start, s[r, c], -Float32.inf)
         if const_expr(self.spec.window):
-            if query + QUERIES > limits.full_to:
+            if query + self.spec.queries > limits.full_to:
                 for r in cutlass.range_constexpr(2):
                     end = limits.end0 + 8 * r - query
                     for c in cutlass.range_constexpr(cute.size(s, mode=[1])):

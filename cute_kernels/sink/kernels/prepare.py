@@ -4,7 +4,7 @@ With L = log2(sum of 2^(score) and 2^(sink)) of a row, in units of log2:
     P = 2^(score - L), O = P V, dP = dO V^T, delta = sum_j P_j dP_j = dO . O, dS = P (dP - delta)
 The sink takes part in L alone, with p = 2^(sink - L): dO . dO/dsink = - p delta, so d(sink) = - sum of p delta.
 A row that sees no key, or whose sink or log-sum-exp is +inf, has L = +inf here: its P are 0, as its O was. So have the
-positions between the last row of a sequence and the end of its last tile of 64 (views.py says where rows stand).
+positions between the last row of a sequence and the end of its last tile of 128 (views.py says where rows stand).
 
 Roles (256 threads): a CTA has 128 rows of a head; d / 8 lanes read a row in 16-byte pieces. Where the caller has delta,
 neither O nor dO is read.
@@ -18,7 +18,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.device import softmax
-from cute_kernels.sink.backward_spec import QUERIES, SinkPrepareSpec
+from cute_kernels.sink.backward_spec import SinkPrepareSpec
 from cute_kernels.sink.kernels import views
 
 THREADS = 256
@@ -115,7 +115,7 @@ class SinkPrepareKernel:
             start, s_q = views.span(mCuQ, batch, mOut.shape[0])
         place = views.position(spec.packed, start, batch, s_q)
         first = block * ROWS
-        padded = (s_q + QUERIES - 1) & -QUERIES
+        padded = (s_q + ROWS - 1) & -ROWS
         part = Float32(0.0)
         if first < padded:
             if const_expr(spec.packed):

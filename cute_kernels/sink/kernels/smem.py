@@ -117,9 +117,9 @@ class KeyLayouts(NamedTuple):
     """Layouts in shared memory."""
 
     kv: Any  # K, and V: (keys of the CTA, d, 1)
-    q: Any  # Q, and dO: (64, d, stages)
-    d_s: Any  # dS^T: (keys of the CTA, 64, 2); of a pair 4: own and other's of two query tiles
-    stats: Any  # L and delta: (64, 1, 2, stages)
+    q: Any  # Q, and dO: (queries, d, stages)
+    d_s: Any  # dS^T: (keys of the CTA, queries, 2); of a pair 4: own and other's of two query tiles
+    stats: Any  # L and delta: (queries, 1, 2, stages)
 
 
 class KeyMmas(NamedTuple):
@@ -133,12 +133,13 @@ class KeyMmas(NamedTuple):
 def key_layouts(spec: SinkBackwardSpec) -> KeyLayouts:
     """Of a spec."""
     row, dtype = LayoutEnum.ROW_MAJOR, DTYPES[spec.dtype]
+    queries = spec.queries
     ds_tiles = DS_STAGES * (2 if spec.pair else 1) if spec.fused else 1
     return KeyLayouts(
         sm90.make_smem_layout_b(row, (ROWS, spec.keys_of_cta, spec.d), dtype, 1),
-        sm90.make_smem_layout_b(row, (ROWS, QUERIES, spec.d), dtype, spec.stages),
-        sm90.make_smem_layout_b(row, (ROWS, spec.keys_of_cta, QUERIES), dtype, ds_tiles),
-        cute.make_layout((QUERIES, 1, 2, spec.stages), stride=(1, QUERIES, QUERIES, 2 * QUERIES)),
+        sm90.make_smem_layout_b(row, (ROWS, queries, spec.d), dtype, spec.stages),
+        sm90.make_smem_layout_b(row, (ROWS, spec.keys_of_cta, queries), dtype, ds_tiles),
+        cute.make_layout((queries, 1, 2, spec.stages), stride=(1, queries, queries, 2 * queries)),
     )
 
 
@@ -153,7 +154,7 @@ def key_mmas(spec: SinkBackwardSpec) -> KeyMmas:
     k, mn, one, t = OperandMajorMode.K, OperandMajorMode.MN, (1, 1, 1), DTYPES[spec.dtype]
     registers = warpgroup.OperandSource.RMEM
     return KeyMmas(
-        sm90.make_trivial_tiled_mma(t, t, k, k, Float32, one, (ROWS, QUERIES)),
+        sm90.make_trivial_tiled_mma(t, t, k, k, Float32, one, (ROWS, spec.queries)),
         sm90.make_trivial_tiled_mma(t, t, k, mn, Float32, one, (ROWS, spec.d), registers),
         sm90.make_trivial_tiled_mma(t, t, mn, mn, Float32, one, (QUERIES, spec.columns)),
     )
@@ -190,6 +191,7 @@ def key_storage(spec: SinkBackwardSpec):
         q_empty: cute.struct.MemRange[Int64, spec.stages]
         ds_full: cute.struct.MemRange[Int64, DS_STAGES]
         ds_empty: cute.struct.MemRange[Int64, DS_STAGES]
-        added_empty: Int64
+        added_full: cute.struct.MemRange[Int64, max(spec.adders, 1)]
+        added_empty: cute.struct.MemRange[Int64, max(spec.adders, 1)]
 
     return Shared

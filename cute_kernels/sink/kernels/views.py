@@ -12,8 +12,8 @@ there. The last coordinates of all modes together are those of the last row, so 
 A batch of one length is the plain view (rows, d, heads, batch). Both views have one rank and one kind of coordinates.
 
 Statistics and float32 sums of dq have no view: row i of sequence b stands at position
-((first row of b + 128 b) rounded down to 64) + i. So a tile of 64 rows, which starts at a multiple of 64 of its
-sequence, meets no other sequence. There are (total rows + 128 x batch) positions, rounded up to 64.
+((first row of b + 192 b) rounded down to 64) + i. So a tile of 128 rows, which starts at a multiple of 128 of its
+sequence, meets no other sequence. There are (total rows + 192 x batch) positions, rounded up to 64.
 """
 
 from typing import Any, NamedTuple
@@ -133,7 +133,7 @@ def origin(packed: bool, length: Int32, start: Int32, batch: Int32) -> Origin:
 def position(packed: bool, start: Int32, batch: Int32, length: Int32) -> Int32:
     """Where row 0 of a sequence stands in the statistics, a multiple of 64.
 
-    The next sequence begins at least 65 positions after the last row, so whole tiles of 64 never meet it.
+    The next sequence begins at least 129 positions after the last row, so whole tiles of 128 never meet it.
     """
     first = start if const_expr(packed) else batch * length
     return (first + PADDING * batch) & -64

@@ -21,15 +21,27 @@ Chosen = dict[tuple[str, int, tuple[int, ...]], Any]
 
 
 def keep(worker: Any, beyond: int) -> None:
-    """From now on a worker keeps the choices of all tokens at positions from `beyond` on."""
+    """From now on a worker keeps the last choices of all tokens at positions from `beyond` on, until they are settled.
+
+    A request that is led goes on behind a token that the engine did not say, and the engine computes some tokens again,
+    in a prompt: their scores differ in rounding from those that the engine's own token came from.
+    """
     found: Chosen = {}
-    worker.chosen = found
+    worker.chosen, worker.settled = found, {}
 
     def hook(module: Any, *_: Any) -> None:
         for key, row in _rows(worker.model_runner, module, beyond):
-            found[key] = row.sort().values.cpu()
+            _, position, request = key
+            if position > worker.settled.get(request, -1):
+                found[key] = row.sort().values.cpu()
 
     _hook(worker, hook)
+
+
+def settle(worker: Any, prompt: list[int], last: int) -> None:
+    """The choices of a request up to position `last` stay what they are."""
+    request = tuple(prompt[:NAMED_BY])
+    worker.settled[request] = max(last, worker.settled.get(request, -1))
 
 
 def take(worker: Any, file: str, beyond: int) -> None:

@@ -11,6 +11,7 @@ import json
 import logging
 import pathlib
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -198,9 +199,12 @@ def save_v4(folder: pathlib.Path) -> None:
         "topk_method": "noaux_tc", "scoring_func": "sqrtsoftplus", "norm_topk_prob": True, "swiglu_limit": 10.0,
         "routed_scaling_factor": 1.5, "expert_dtype": "fp8", "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-6,
         "hidden_act": "silu", "max_position_embeddings": 8192, "rope_theta": 10000.0, "compress_rope_theta": 160000.0,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "attention_bias": False,
-        "tie_word_embeddings": False, "dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
-        "quantization_config": {
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 16, "original_max_position_embeddings": 65536,
+            "beta_fast": 32, "beta_slow": 1,
+        },
+        "attention_bias": False, "tie_word_embeddings": False, "dtype": "bfloat16", "bos_token_id": 1,
+        "eos_token_id": 2, "quantization_config": {
             "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
             "scale_fmt": "ue8m0",
         },
@@ -227,9 +231,14 @@ def serve(options: dict[str, Any], messages: Messages) -> None:
         llm.collective_rpc(vllm_choices.keep, args=(TOPK,))
     if "takes" in options:
         llm.collective_rpc(vllm_choices.take, args=(options["takes"], TOPK))
+
+    def settle(prompt: list[int], last: int) -> None:
+        if "keeps" in options:
+            llm.collective_rpc(vllm_choices.settle, args=(prompt, last))
+
     for name in options["rounds"]:
         which = ROUNDS[name]
-        found = led(llm, [requests[i] for i in which])
+        found = led(llm, [requests[i] for i in which], settle)
         messages.send("round", {"way": options["way"], "name": name, "requests": which, **found})
     if "keeps" in options:
         messages.send("engine", {"choices": llm.collective_rpc(vllm_choices.write, args=(options["keeps"],))[0]})
@@ -252,8 +261,12 @@ def _started(options: dict[str, Any], messages: Messages) -> Any:
     return llm
 
 
-def led(llm: Any, requests: list[tuple[list[int], list[int]]]) -> dict[str, Any]:
+def led(
+    llm: Any, requests: list[tuple[list[int], list[int]]], settle: Callable[[list[int], int], None] | None = None
+) -> dict[str, Any]:
     """What an engine says at each position of the truths of some requests, being led along them.
+
+    `settle` is told, turn by turn, up to which position of a request the engine's tokens are known.
 
     Returns:
         chosen (requests, tokens) and logp (requests, tokens, vocabulary), the first turn's tokens that were cached, and
@@ -283,6 +296,8 @@ def led(llm: Any, requests: list[tuple[list[int], list[int]]]) -> dict[str, Any]
                     if place + 1 < tokens:
                         begins[i] = place + 1
                     break
+            if settle is not None:
+                settle(requests[i][0], len(requests[i][0]) + place - 1)
     if begins:
         raise RuntimeError(f"{len(begins)} requests were not done after {MOST_TURNS} turns: the model does not count")
     return {"chosen": chosen, "logp": logp, "cached": sum(cached), "turns": turns}

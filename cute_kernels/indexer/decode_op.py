@@ -105,8 +105,9 @@ def _launch(request: DecodeRequest) -> torch.Tensor:
         q.get_device(), q.shape, q.dtype, k_cache.shape, k_cache.stride(), k_cache.dtype, block_table.shape,
         block_table.dtype, seqlens.shape, seqlens.dtype, weights.is_neg(), DECODE.option_key(request),
         k_cache.untyped_storage().nbytes() - k_cache.storage_offset(),  # the kernel is not told where pages end
-        None if names is None else (names.shape, names.dtype),
-        None if out is None else (out.shape, out.dtype), output_key(out),
+        # what the second kernel alone checks: it would refuse after the first has been launched
+        None if names is None else (names.shape, names.dtype, names.get_device(), names.stride(-1)),
+        None if out is None else (out.shape, out.dtype, out.get_device()), output_key(out),
         None if logits is None else (logits.shape, logits.dtype, logits.is_neg()), output_key(logits),
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(key, request)

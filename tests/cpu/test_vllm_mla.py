@@ -61,7 +61,9 @@ def run(requests: Requests, wrong: dict[tuple[int, int], float]) -> dict[str, An
 
 def test_an_engine_is_led_along_the_truth(requests: Requests) -> None:
     engine = Engine(requests, {(0, 3): 1.0, (0, 4): 2.0, (2, 9): 1.0})
-    found = vllm_mla.led(engine, requests)
+    settled: list[tuple[int, int]] = []
+    found = vllm_mla.led(engine, requests, lambda prompt, last: settled.append((len(prompt), last - len(prompt) + 1)))
+    assert [last for _, last in settled] == [3, 9, 9, 4, 9], "each turn settles what its tokens came from"
     assert engine.asked == [3, 1, 1] and found["turns"] == 3, "what is said after another token is not taken"
     truth = np.array([truth for _, truth in requests])
     assert {tuple(map(int, place)) for place in np.argwhere(found["chosen"] != truth)} == {(0, 3), (0, 4), (2, 9)}
@@ -146,6 +148,11 @@ def test_choices_are_kept_and_given_by_request_and_position(tmp_path: Path) -> N
     vllm_choices.keep(first, 6)
     model = first.model_runner.get_model()
     kept = model().clone().sort(-1).values
+    vllm_choices.settle(first, [ord("b")], 9)
+    model()
+    assert not torch.equal(first.chosen["layer", 6, (ord("a"),)], kept[1]), "a newer choice replaces it"
+    assert torch.equal(first.chosen["layer", 8, (ord("b"),)], kept[3]), "b's are settled"
+    kept[:3] = model.topk_indices_buffer[:3].sort(-1).values
     assert vllm_choices.write(first, file) == 4, "a's position 5 is not beyond"
     second = worker(["b", "a"], [8, 5], [0, 2, 5])
     vllm_choices.take(second, file, 6)

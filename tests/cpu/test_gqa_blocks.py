@@ -111,7 +111,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp8, one scale": {"kv_dtype": "fp8", "k_scales": "per_tensor", "v_scales": "per_tensor", "padded": True,
                        "layout": "paged_NHD", "page_size": 128, "index_block": 128},
     "groups": {"layout": "paged_NHD", "k_scales": "per_group_32", "v_scales": "per_token_head"},
-    "4-bit values": {"layout": "paged_NHD", "kv_dtype": FOUR_BITS, "page_size": 128},
+    **{f"4-bit, {kind}": {"layout": "paged_NHD", "kv_dtype": kind, "page_size": 128} for kind in FOUR_BITS},
     "shared, scales of heads": {"own": False, "layout": "paged_NHD", "k_scales": "per_head", "v_scales": "per_token",
                                 "sink": "finite"},
     "shared lists, padded": {"own": False, "layout": "paged_HND", "page_size": 32, "softcap": 3.0, "sink": "inf"},

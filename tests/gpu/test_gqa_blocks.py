@@ -15,7 +15,7 @@ from cute_kernels.runtime.compile import get_kernel
 from tests.gpu.test_gqa_decode import decode, hold
 from tests.kit.bits import require_same_bits_each_time
 from tests.kit.block_lists import INT32_MAX, INT32_MIN, listed_case, table_of_lists
-from tests.kit.gqa_cases import FOUR_BITS, GqaCase
+from tests.kit.gqa_cases import GqaCase
 from tests.kit.mla_cases import generator, ragged_lengths, strided
 
 pytestmark = pytest.mark.usefixtures("free_memory")
@@ -26,7 +26,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "M3": {"h_q": 32, "layout": "paged_HND", "page_size": 128, "kv_dtype": "bf16", "index_block": 128},
     "M3, int8": {"h_q": 32, "layout": "paged_HND", "page_size": 128, "index_block": 128},
     "pages of half a block": {"layout": "paged_NHD", "page_size": 64, "index_block": 128},
-    "blocks of half a page": {"layout": "paged_HND", "page_size": 128, "kv_dtype": FOUR_BITS},
+    "blocks of half a page": {"layout": "paged_HND", "page_size": 128, "kv_dtype": "int8_k_int4_v"},
     "pages of a token": {"layout": "paged_NHD", "page_size": 1, "kv_dtype": "bf16", "d": 64, "bad_entries": True},
     "fp8 in large pages": {"layout": "paged_NHD", "page_size": 512, "kv_dtype": "fp8", "d": 256,
                            "k_scales": "per_tensor", "v_scales": "per_tensor", "padded": True},

@@ -178,9 +178,8 @@ def gqa_case(
         raise ValueError(f"values: got {values!r}, needs one of {', '.join(VALUES)}")
     known, gen = LAYOUTS[layout], generator(seed, device)
     four_bits = kv_dtype in FOUR_BITS
-    dtypes: dict[Which, torch.dtype] = {which: KV_DTYPES.get(kv_dtype, torch.int8) for which in ("k", "v")}
-    if four_bits:
-        dtypes = {which: getattr(torch, name) for which, name in zip(("k", "v"), KINDS[kv_dtype], strict=True)}
+    both = [getattr(torch, name) for name in KINDS[kv_dtype]] if four_bits else [KV_DTYPES[kv_dtype]] * 2
+    dtypes: dict[Which, torch.dtype] = {"k": both[0], "v": both[1]}
     dtype = dtypes["k"]
     itemsize = dtype.itemsize
     if itemsize == 2:

@@ -31,8 +31,7 @@ def keep(worker: Any, beyond: int) -> None:
 
     def hook(module: Any, *_: Any) -> None:
         for key, row in _rows(worker.model_runner, module, beyond):
-            _, position, request = key
-            if position > worker.settled.get(request, -1):
+            if key[1] > worker.settled.get(key[2], -1):
                 found[key] = row.sort().values.cpu()
 
     _hook(worker, hook)

@@ -84,7 +84,8 @@ def _rotated_cache(kind: str, layout: str, d: int) -> GatherCache:
     whole = torch.randint(0, 256, (*shape, sum(sizes) + 16), dtype=torch.uint8, generator=gen, device="cpu")
     k, v, room = whole.split([*sizes, 16], dim=-1)
     scales = (torch.rand((2, *shape), generator=gen, dtype=torch.float32, device="cpu") * 40 - 20).exp2()
-    scales = (scales.view(torch.int32) ^ torch.randint(0, 16, scales.shape, generator=gen).int()).view(torch.float32)
+    zero_points = torch.randint(0, 16, scales.shape, dtype=torch.int32, generator=gen, device="cpu")
+    scales = (scales.view(torch.int32) ^ zero_points).view(torch.float32)
     k_scale, v_scale = scales
     if layout == "interleaved":
         room[..., :8].view(torch.float32).copy_(scales.movedim(0, -1))

@@ -238,13 +238,22 @@ class TopkKernel:
 
     @cute.jit
     def _load(self, row: Row, quad: Int32, lane: Int32, raw: cute.Tensor):
-        """Starts the load of a lane's cells in a quad of the row, (4, VECTORS) float32."""
-        load = cute.make_copy_atom(CopyG2ROp(), Float32, num_bits_per_copy=128)
-        last = (row.end - 1) // 4
-        for v in cutlass.range_constexpr(VECTORS):
-            vector = cutlass.min((quad * VECTORS + v) * WARP + lane, last)
-            source = cute.make_ptr(Float32, row.base + 16 * Int64(vector), AddressSpace.gmem, assumed_align=16)
-            cute.copy(load, cute.make_tensor(source, cute.make_layout(4)), raw[None, v])
+        """Starts the load of a lane's cells in a quad of the row, (4, VECTORS) float32.
+
+        The quad in which the row ends is loaded cell by cell: nobody need have written what is behind the last one.
+        """
+        if (quad + 1) * QUAD <= row.end:
+            vectors = cute.make_copy_atom(CopyG2ROp(), Float32, num_bits_per_copy=128)
+            for v in cutlass.range_constexpr(VECTORS):
+                cell = quad * QUAD + 4 * (WARP * v + lane)
+                source = cute.make_ptr(Float32, row.base + 4 * Int64(cell), AddressSpace.gmem, assumed_align=16)
+                cute.copy(vectors, cute.make_tensor(source, cute.make_layout(4)), raw[None, v])
+        else:
+            for v in cutlass.range_constexpr(VECTORS):
+                for j in cutlass.range_constexpr(4):
+                    cell = cutlass.min(quad * QUAD + 4 * (WARP * v + lane) + j, row.end - 1)
+                    source = cute.make_ptr(Float32, row.base + 4 * Int64(cell), AddressSpace.gmem, assumed_align=4)
+                    raw[j, v] = source.load()
 
     @cute.jit
     def _next_keys(self, row: Row, index: Int32, lane: Int32, raw: cute.Tensor, keys: cute.Tensor):

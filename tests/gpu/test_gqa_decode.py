@@ -55,6 +55,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     *({"page_size": page_size} for page_size in (1, 2, 16, 1024)),
     *({"kv_dtype": "fp8", "k_scales": None, "v_scales": None, "q_dtype": q} for q in (torch.bfloat16, torch.float16)),
     {"kv_dtype": "fp8"},
+    {"layout": "BNSH", "kv_dtype": "fp8", "k_scales": "per_head", "v_scales": "per_head"},
     *({"layout": "BNSH", "alibi": "head", "softcap": softcap} for softcap in (None, 2.0)),
     *({"layout": "BNSH", "k_scales": scales, "v_scales": scales} for scales in SCALE_NAMES),
     *FINE_SCALES,
@@ -472,6 +473,19 @@ def test_the_largest_score_may_come_anywhere():
     for order in (ramp, ramp.flip(0), jump):
         codes = (order.view(1, 1, 640, 1) * 100 + signs).round().to(torch.int8)
         hold(dataclasses.replace(case, q=q, k_cache=codes, k_scale=torch.full_like(case.k_scale, 0.02)))
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_many_weights_far_below_the_largest(kv_dtype):
+    """Keys of 2^-20.5 of the weight of one whose value is 0: a float16 holds that to 3%, and 2^7 times that to 0.1%."""
+    options = {"kv_dtype": kv_dtype, "k_scales": "per_head", "v_scales": "per_head", "h_q": 2, "padded": False}
+    case = usual(seqlens=[640], layout="BNSH", whole=True, **options)
+    k, v = torch.zeros_like(case.k_cache, dtype=torch.float32), torch.full_like(case.v_cache, 64, dtype=torch.float32)
+    k[:, :, 0], v[:, :, 0] = 20, 0
+    scales = {name: torch.ones_like(getattr(case, name)) for name in ("k_scale", "v_scale")}
+    caches = {"k_cache": k.to(case.k_cache.dtype), "v_cache": v.to(case.v_cache.dtype)}
+    softmax_scale = 20.5 * math.log(2) / (128 * 20)
+    hold(dataclasses.replace(case, q=torch.ones_like(case.q), softmax_scale=softmax_scale, **scales, **caches))
 
 
 @pytest.mark.parametrize("alibi", ["head", "batch"])

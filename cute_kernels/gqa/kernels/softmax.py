@@ -14,7 +14,8 @@ from cute_kernels.gqa.kernels.softcap import capped
 from cute_kernels.gqa.spec import KEYS_PER_TEAM as KEYS
 from cute_kernels.gqa.spec import GqaDecodeSpec
 
-RESCALE_THRESHOLD = 8.0  # growth of a score over row_max, in units of log2, that moves row_max
+RESCALE_THRESHOLD = 8.0  # log2 of the growth of the largest score that moves row_max
+P_EXPONENT = 7.0  # where P is float16, P of the largest score is 2^7: it stays below 2^15, and holds 2^-31 of the largest
 
 
 class Softmax(Fragments):
@@ -22,6 +23,7 @@ class Softmax(Fragments):
 
     def __init__(self, spec: GqaDecodeSpec):
         super().__init__(spec)
+        self.p_exponent = P_EXPONENT if spec.v_operand == "float16" else 0.0  # bfloat16 holds P times a scale of any size
         self.has_nan = self.may_be_nan or self.v_groups > 0  # whether values, or scales of tokens, may be NaN
 
     @cute.jit
@@ -121,21 +123,22 @@ class Softmax(Fragments):
 
     @cute.jit
     def update(self, state: SoftmaxState, s: cute.Tensor) -> list:
-        """Turns S into P, adds it to row_sum; where a score is RESCALE_THRESHOLD above row_max, row_max moves first.
+        """Turns S into P, adds it to row_sum; where a score is RESCALE_THRESHOLD above the largest, row_max moves first.
 
-        So few tiles need shuffles and a rescaling of O: P grows up to 2^8. Returns O as P demands it.
+        So few tiles need shuffles and a rescaling of O. row_max is set `p_exponent` below the largest score, and P may
+        grow by 2^8 before it moves. Returns O as P demands it.
         """
         acc_o, row_max, row_sum, zeros = state
         exceeds = False
         for i in cutlass.range_constexpr(self.thread_columns):
-            exceeds = exceeds or cute.arch.fmax(s[0, i], s[1, i]) > row_max[i] + RESCALE_THRESHOLD
+            exceeds = exceeds or cute.arch.fmax(s[0, i], s[1, i]) > row_max[i] + (self.p_exponent + RESCALE_THRESHOLD)
         if cute.arch.vote_any_sync(exceeds):
             alpha = cute.make_rmem_tensor(self.thread_columns, Float32)
             for i in cutlass.range_constexpr(self.thread_columns):
                 new_max = cute.arch.fmax(s[0, i], s[1, i])
                 for step in cutlass.range_constexpr(3):
                     new_max = cute.arch.fmax(new_max, cute.arch.shuffle_sync_bfly(new_max, 4 << step))
-                new_max = cute.arch.fmax(new_max, row_max[i])
+                new_max = cute.arch.fmax(new_max - self.p_exponent, row_max[i])
                 alpha[i] = softmax.rescaling(row_max[i], new_max)
                 row_max[i] = new_max
                 row_sum[i] *= alpha[i]

@@ -178,7 +178,7 @@ def with_rounded_parts(
 ) -> list[Measure]:
     """The measures of dk and dv with what one more rounding leaves: each rank rounds what its queries add to a key.
 
-    One process rounds their sum alone. Parts may cancel: those of 1 to 2 are off by up to 2^-8, whatever they add up to.
+    One process rounds their sum alone. Parts may cancel: those of 1 to 2 are off by up to 2^-8, whatever their sum is.
     """
     along = 0 if whole.packed else 1
     unpadded = case._replace(made={**case.made, "padding": 0})

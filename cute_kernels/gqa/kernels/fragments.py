@@ -36,7 +36,7 @@ class SoftmaxState(NamedTuple):
     """What a warp accumulates, in registers.
 
     acc_o    its part of O^T, relative to row_max: a fragment for each 16 rows of d and 8 columns
-    row_max  of a thread's columns, in units of log2: what P is relative to, `Softmax.p_exponent` below their largest score
+    row_max  of a thread's columns, in units of log2: what P is relative to, `Softmax.p_exponent` below the largest
     row_sum  of P over the keys that this thread has seen
     zeros    likewise of P times scale and zero point of V, which O has too much; where codes have zero points
     """

@@ -15,7 +15,7 @@ from cute_kernels.gqa.spec import KEYS_PER_TEAM as KEYS
 from cute_kernels.gqa.spec import GqaDecodeSpec
 
 RESCALE_THRESHOLD = 8.0  # log2 of the growth of the largest score that moves row_max
-P_EXPONENT = 7.0  # where P is float16, P of the largest score is 2^7: it stays below 2^15, and holds 2^-31 of the largest
+P_EXPONENT = 7.0  # P of the largest score is 2^7: float16 holds 2^-31 of that, and P stays below 2^15
 
 
 class Softmax(Fragments):
@@ -23,7 +23,8 @@ class Softmax(Fragments):
 
     def __init__(self, spec: GqaDecodeSpec):
         super().__init__(spec)
-        self.p_exponent = P_EXPONENT if spec.v_operand == "float16" else 0.0  # bfloat16 holds P times a scale of any size
+        # bfloat16 holds P of any size, times a scale of any size
+        self.p_exponent = P_EXPONENT if spec.v_operand == "float16" else 0.0
         self.has_nan = self.may_be_nan or self.v_groups > 0  # whether values, or scales of tokens, may be NaN
 
     @cute.jit
@@ -123,7 +124,7 @@ class Softmax(Fragments):
 
     @cute.jit
     def update(self, state: SoftmaxState, s: cute.Tensor) -> list:
-        """Turns S into P, adds it to row_sum; where a score is RESCALE_THRESHOLD above the largest, row_max moves first.
+        """Turns S into P, adds it to row_sum; where the largest score grows by RESCALE_THRESHOLD, row_max moves first.
 
         So few tiles need shuffles and a rescaling of O. row_max is set `p_exponent` below the largest score, and P may
         grow by 2^8 before it moves. Returns O as P demands it.

@@ -1,5 +1,6 @@
 """Set-up that all tests share, and how `pytest -n auto --dist loadgroup` (`make test`) distributes them."""
 
+import gc
 import os
 import pathlib
 
@@ -28,6 +29,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.set_threshold(50_000, 20, 50)  # a kernel that is traced makes a million objects, hardly one of them in a cycle
     workers = getattr(config, "workerinput", {}).get("workercount", 1)
     if workers > 1:  # more threads than cores would wait for each other
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))

@@ -20,6 +20,7 @@ from tests.kit.gqa_cases import (
     SCALE_NAMES,
     VALUES,
     GqaCase,
+    GqaExpectation,
     check_gqa,
     gqa_case,
     gqa_yardstick,
@@ -498,19 +499,18 @@ def test_what_nobody_sees_is_poison(layout):
 def test_the_rule_tells_right_from_wrong(values, v_scales):
     options = {"values": values, "v_scales": v_scales, "sink": "finite", "layout": "paged_HND"}
     case = gqa_case(seqlens=[200, 64, 90, 0] * 11, h_q=8, h_kv=2, s_q=2, **options)
-    out, lse, *_ = gqa_yardstick(**case.arguments())
-    expected, exact_lse = reference_gqa_decode(**case.arguments())
-    check = check_gqa(expected.bfloat16(), exact_lse.float(), case).require()
-    assert check.rel_err < 3e-3
-    assert not [problem for problem in check_gqa(out, lse, case).problems if not problem.startswith("lse")]
+    rule = GqaExpectation.of(case)
+    expected, exact, lse = rule.out, rule.out.bfloat16(), rule.lse.float()
+    assert check_gqa(exact, lse, case).require().rel_err < 3e-3
+    emulated = rule.check(rule.yardstick.out, rule.yardstick.lse)
+    assert not [problem for problem in emulated.problems if not problem.startswith("lse")]
     for wrong in (expected * 1.02, expected.roll(1, dims=2), expected.roll(32, dims=3), expected * NAN):
-        assert not check_gqa(wrong.bfloat16(), exact_lse.float(), case)
+        assert not rule.check(wrong.bfloat16(), lse)
     small_groups = expected.clone()
     small_groups[..., 32:64] *= 1.05
-    assert not check_gqa(small_groups.bfloat16(), exact_lse.float(), case)
-    assert not check_gqa(expected.bfloat16(), exact_lse.float() + 9e-4, case)
-    assert not check_gqa(expected.bfloat16(), exact_lse.float() + 5e-5, case)
-    assert not check_gqa(expected.bfloat16(), torch.zeros_like(exact_lse).float(), case)
+    assert not rule.check(small_groups.bfloat16(), lse)
+    for wrong_lse in (lse + 9e-4, lse + 5e-5, torch.zeros_like(lse)):
+        assert not rule.check(exact, wrong_lse)
 
 
 def test_a_case_in_poisoned_outputs():

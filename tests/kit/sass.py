@@ -197,8 +197,8 @@ def report(spec: KernelSpec) -> SassReport:
 @functools.cache
 def listing(spec: KernelSpec) -> list[str]:
     """Lines of `nvdisasm -c` for the one cubin of a spec."""
-    (listed,) = (_run("nvdisasm", "-c", str(path)) for path in _files(compiled(spec).cubins))
-    return listed.splitlines()
+    (listed,) = map(_disassembled, _files(compiled(spec).cubins))
+    return listed
 
 
 def _files(cubins: Iterable[bytes]) -> Iterator[Path]:
@@ -251,7 +251,7 @@ def read_cubin(path: Path) -> list[KernelCode]:
     Raises:
         RuntimeError: a tool is missing or failed.
     """
-    opcodes = count_opcodes(_run("nvdisasm", "-c", str(path)).splitlines())
+    opcodes = count_opcodes(_disassembled(path))
     usage = _USAGE.finditer(_run("cuobjdump", "--dump-resource-usage", str(path)))
     return [
         KernelCode(
@@ -305,6 +305,10 @@ def count_opcodes(sass: Iterable[str]) -> dict[str, Counter[str]]:
         elif instruction := _INSTRUCTION.match(line):
             current[instruction[1]] += 1
     return functions
+
+
+def _disassembled(cubin: Path) -> list[str]:
+    return _run("nvdisasm", "-c", "--no-dataflow", str(cubin)).splitlines()
 
 
 def _run(tool: str, *arguments: str) -> str:

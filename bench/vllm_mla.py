@@ -362,8 +362,8 @@ def cases(runs: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
     for a, b in pairs:
         if a in runs and b in runs:
             which = {"a": a[0], "b": b[0], "round": a[1] if a[1] == b[1] else f"{a[1]}, {b[1]}"}
-            of_both = a[0].startswith("ours") and b[0].startswith("stock") and a != given
-            found.append(which | compared(runs[a], runs[b], near, excused if of_both else frozenset()))
+            both_engines = a[0].startswith("ours") and b[0].startswith("stock") and a != given
+            found.append(which | compared(runs[a], runs[b], near, excused if both_engines else frozenset()))
     return {"near": near, "cases": found}
 
 

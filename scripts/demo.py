@@ -166,9 +166,9 @@ class Layer:
         topk = indexer.index_topk
         indexer.index_topk = topk if sparse else len(tokens)
         names = ("q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "indexer")
-        of_indexer = ("indexer.wq_b", "indexer.k_norm", "indexer.weights_proj")
+        indexer_weights = ("indexer.wq_b", "indexer.k_norm", "indexer.weights_proj")
         try:
-            with outputs_of(self.attention, *names, *of_indexer) as seen:
+            with outputs_of(self.attention, *names, *indexer_weights) as seen:
                 out, _ = self.attention(
                     hidden, position_embeddings=rope, attention_mask=mask[None, None], position_ids=positions
                 )

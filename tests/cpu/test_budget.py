@@ -13,7 +13,7 @@ from bench import budget as predictions
 from bench import gqa, records
 from bench.mla import MlaCase
 from cute_kernels.budget import model, variants
-from cute_kernels.budget.model import SHARE_US, MlaLaunch, budget, calibrate, predict_gqa, predict_mla
+from cute_kernels.budget.model import MlaLaunch, budget, calibrate, predict_gqa, predict_mla
 from cute_kernels.budget.rates import H200, PUBLISHED_H800, Rates
 from cute_kernels.budget.variants import GQA_VARIANTS, MLA_BUILT, MLA_VARIANTS, Exchange, GqaVariant, MlaVariant, Unit
 from tests.kit.kernel_place import printed
@@ -146,25 +146,6 @@ def test_more_work_never_takes_less_time(variant: MlaVariant) -> None:
     assert predict_mla(dataclasses.replace(LAUNCH, ctas=265), variant).us > base
 
 
-def test_the_parts_of_a_prediction_are_its_whole() -> None:
-    for launch in (LAUNCH, dataclasses.replace(LAUNCH, splits=4)):
-        found = predict_mla(launch)
-        assert found.us == pytest.approx(found.tiles_us + found.ctas_us + found.merge_us)
-        assert (found.merge_us > 0) == (launch.splits > 1)
-
-
-def test_more_heads_or_queries_never_take_less_time() -> None:
-    def us(**sizes: Any) -> float:
-        return predictions.predict_mla(MlaCase("sparse", **sizes)).us
-
-    for batch, s_q in itertools.product((1, 4, 64, 128), (1, 2)):
-        times = [us(batch=batch, h_q=h_q, s_q=s_q) for h_q in (16, 64, 128)]
-        assert times == sorted(times)
-    for sizes in ({"h_q": 128, "s_q": 1}, {"h_q": 64, "s_q": 2}):
-        times = [us(batch=128, keys=keys, **sizes) for keys in (512, 2048, 8192, 32768)]
-        assert times == sorted(times) and len(set(times)) == 4
-
-
 def test_a_small_call_is_bound_by_latency_and_a_large_one_by_its_tiles() -> None:
     small = dataclasses.replace(LAUNCH, ctas=64, tiles=1, splits=32)
     assert predict_mla(small, variants.OVERLAPPED).binds is Unit.LATENCY
@@ -241,36 +222,6 @@ def test_calibration_finds_what_a_prediction_was_made_from() -> None:
         calibrate(points[1], points[0])
     with pytest.raises(ValueError, match="splits: got 2"):
         calibrate((dataclasses.replace(LAUNCH, splits=2), 1.0), points[1])
-
-
-def test_the_constants_are_what_the_named_cases_give() -> None:
-    """The two cases of the run of 2026-11-23, as the comment on the constants has them."""
-    long, short = MlaLaunch(512, 32, 1, 128 * 2 * 128, 2), MlaLaunch(1024, 8, 1, 128 * 4 * 128, 2)
-    given = calibrate((long, 290.128), (short, 178.296))
-    assert given == pytest.approx((variants.LATENCY_CYCLES, variants.CTA_CYCLES), rel=5e-3)
-
-
-def test_shares_take_longer_to_merge_than_splits() -> None:
-    split = dataclasses.replace(LAUNCH, splits=2)
-    shared = dataclasses.replace(split, shared=True)
-    assert predict_mla(shared).us == pytest.approx(predict_mla(split).us + SHARE_US)
-    assert predict_mla(dataclasses.replace(LAUNCH, shared=True)).us == predict_mla(LAUNCH).us  # no query is cut
-
-
-def test_partial_results_in_l2_are_merged_sooner() -> None:
-    """512 rows of 16 splits, written and read: 17 MB. 30 splits do not fit any more."""
-    few = dataclasses.replace(LAUNCH, rows=512, splits=16)
-    many = dataclasses.replace(few, splits=30)
-    moved, more = predict_mla(few).merge_us - model.MERGE_US, predict_mla(many).merge_us - model.MERGE_US
-    assert more == pytest.approx(moved * model.L2_SPEED * 30 / 16)
-
-
-def test_a_launch_begins_with_q_of_its_first_wave() -> None:
-    """1,152 bytes a row from HBM, and no more rows than all SMs have heads."""
-    one, wave = dataclasses.replace(LAUNCH, rows=1), dataclasses.replace(LAUNCH, rows=132 * 64)
-    q_us = 132 * 64 * 1152 / (H200.read_gbps * 1e3)
-    assert model.start_us(wave, MLA_BUILT) - model.start_us(one, MLA_BUILT) == pytest.approx(q_us, rel=1e-3)
-    assert model.start_us(dataclasses.replace(wave, rows=10**6), MLA_BUILT) == model.start_us(wave, MLA_BUILT)
 
 
 def test_parts_of_pages_are_waited_for_less_than_rows_of_a_list() -> None:
@@ -357,14 +308,6 @@ def test_every_recorded_gqa_case_is_predicted(card: str, record: dict[str, Any])
         if off(predicted, case) > LIMIT:
             far.append((bench.name, round(predicted, 1), round(predictions.measured(case), 1)))
     assert count >= 36 and far == known_to_be_far(card, "gqa_decode")
-
-
-def test_a_prediction_stands_beside_what_is_measured() -> None:
-    """In the same unit: cycles per token over all SMs."""
-    big = MlaCase("sparse", 128, 128, 2)
-    predicted = predictions.predicted_cycles(big)
-    assert predicted == pytest.approx(72.3, rel=5e-3)  # what is recorded
-    assert model.spread_cycles(290.128, 1980, 128 * 2 * 2048 * 2, 132) == pytest.approx(72.3, abs=0.05)
 
 
 def test_the_budget_needs_nothing() -> None:

@@ -15,7 +15,7 @@ BEGIN, END = markdown.marks(BLOCK)
 RECORD: Final = pathlib.Path("results", "accuracy", "perplexity.json")
 """Not results/*.json: those are records of cards."""
 PAGE: Final = pathlib.Path("docs", "users", "accuracy.md")
-COLUMNS: Final = ("perplexity", "difference to bfloat16", "divergence")
+COLUMNS: Final = ("perplexity", "difference to bfloat16, %", "divergence")
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def table(record: Mapping[str, Any]) -> list[str]:
 def _cells(entry: Mapping[str, Any]) -> list[str]:
     if entry["format"] == "bfloat16":
         return [f"{entry['perplexity']:.4f}", "0", "0"]
-    difference = f"{_percent(entry['difference_percent'], sign='+')} ± {_percent(entry['standard_error'])} %"
+    difference = f"{_percent(entry['difference_percent'], sign='+')} ± {_percent(entry['standard_error'])}"
     return [f"{entry['perplexity']:.4f}", difference, markdown.scientific(entry["divergence"])]
 
 

@@ -125,9 +125,11 @@ def entry_name(spec: KernelSpec) -> str:
     return f"{spec.kernel.partition(':')[2]}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}"
 
 
-def kernel_sources(*modules: str) -> list[Path]:
+@functools.cache
+def kernel_sources(*modules: str) -> tuple[Path, ...]:
     """All source files that can change the kernels of some modules: what these import, and what compiles them."""
-    return sorted({*sources(*modules), PACKAGE / "runtime" / "arch.py", PACKAGE / "runtime" / "compile.py"})
+    compiler = (PACKAGE / "runtime" / "arch.py", PACKAGE / "runtime" / "compile.py")
+    return tuple(sorted({*sources(*modules), *compiler}))
 
 
 def _modules(spec: KernelSpec) -> tuple[str, ...]:
@@ -170,14 +172,19 @@ def require_unchanged(spec: KernelSpec) -> None:
     Raises:
         RuntimeError: they were replaced while this process ran, so what it compiles is of no version.
     """
-    try:
-        changed = [str(file) for file in kernel_sources(*_modules(spec)) if _found.get(file) != _sha(file)]
-    except (ValueError, SyntaxError, OSError) as error:  # a module is gone, or half of it is written
-        changed = [str(error)]
+    # which files they are follows from what is in them, and 32 syntax trees take 0.1 s: the list is that of the name
+    changed = [str(file) for file in kernel_sources(*_modules(spec)) if _is_changed(file)]
     if _toolchain.__wrapped__() != _toolchain():
         changed.append("the compiler")
     if changed:
         raise RuntimeError(f"the package was changed under this process: restart it (changed: {', '.join(changed)})")
+
+
+def _is_changed(file: Path) -> bool:
+    try:
+        return _found.get(file) != _sha(file)
+    except OSError:
+        return True  # it is gone
 
 
 @functools.cache

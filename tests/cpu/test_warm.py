@@ -419,23 +419,21 @@ def test_a_cache_that_cannot_be_written_is_reported(place: Place) -> None:
     assert report.compiled == () and len(report.missing) == 2 and "2 could not be kept" in str(report)
 
 
-def test_the_command_warms_a_model(place: Place) -> None:
+def test_the_command_warms_a_model(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     """Two kernels: decoding of batch 64 over INT8, and its append."""
-    command = [sys.executable, "-m", "cute_kernels.warm", "--heads", "32", "--kv-heads", "8", "--batch-sizes", "64"]
-    env = os.environ | {"CUTE_KERNELS_CACHE_DIR": str(place.directory), "PYTHONPATH": str(ROOT)}
-
-    def run(*more: str) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run([*command, *more], env=env, capture_output=True, text=True, timeout=300)
-
-    listed = run("--list")
-    assert listed.returncode == 1 and listed.stdout.count("to compile") == 2 and not place.directory.exists()
-    first = run("--processes", "2")
+    arguments = ["--heads", "32", "--kv-heads", "8", "--batch-sizes", "64", "--processes", "2"]
+    assert main([*arguments, "--list"]) == 1
+    assert capsys.readouterr().out.count("to compile") == 2 and not place.directory.exists()
+    command = [sys.executable, "-m", "cute_kernels.warm", *arguments]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    first = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert first.returncode == 0, first.stderr
     assert f"2 kernels in {place.directory}: 2 compiled in" in first.stdout
     assert len(place.files()) == 2
-    again = run("--processes", "2")
-    assert again.returncode == 0 and "0 compiled" in again.stdout and "2 found" in again.stdout
-    assert run("--list").returncode == 0
+    assert main(arguments) == 0
+    again = capsys.readouterr().out
+    assert "0 compiled" in again and "2 found" in again
+    assert main([*arguments, "--list"]) == 0
 
 
 @pytest.mark.parametrize("arguments", [["--heads", "128"], ["--heads", "128", "--mla", "--kv-heads", "8"], ["--mla"]])

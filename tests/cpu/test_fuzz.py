@@ -39,7 +39,7 @@ def test_a_round_is_named_by_its_seed_and_has_every_operator() -> None:
         for name, value in one.arguments.items():
             if isinstance(value, torch.Tensor):
                 assert torch.equal(bits(value), bits(other.arguments[name]))
-    seen = {call.op for seed in range(4) for call in calls_of(Work(seed, calls=24))}
+    seen = {call.op for work in (WORK, Work(0, calls=24)) for call in calls_of(work)}
     assert seen - {"kv_append"} == set(OPS)  # one append in four is of another kind than INT8
 
 
@@ -178,6 +178,7 @@ def test_a_run_is_sound_if_all_was_made_and_nothing_was_wrong() -> None:
 def test_a_process_that_dies_or_loses_its_device_is_a_fault_and_others_go_on() -> None:
     from tests.cpu import fuzz_workers
 
-    for run, said in ((fuzz_workers.die, "died with status 11"), (fuzz_workers.fail, "the device failed")):
-        total = processes.run_rounds(iter([Work(n) for n in range(3)]), CPU, 2, run=run)
+    faults = ((fuzz_workers.die, "died with status 11", 2), (fuzz_workers.fail, "the device failed", 1))
+    for run, said, workers in faults:
+        total = processes.run_rounds(iter([Work(n) for n in range(3)]), CPU, workers, run=run)
         assert total.ranges() == [[0, 0], [2, 2]] and len(total.faults) == 1 and said in total.faults[0]

@@ -34,4 +34,4 @@ def window_off_by_one(module: Any, *tensors: Any, sliding_window: Any, **options
 
 @pytest.mark.parametrize("wrong", [without_gradient, without_sink, window_off_by_one])
 def test_wrong_attention_is_seen(wrong):
-    assert max(gpt_oss.excess(wrong, "cpu")) > 2
+    assert max(gpt_oss.excess(wrong, "cpu", seeds=1)) > 2

@@ -16,7 +16,7 @@ import torch
 from cute_kernels.sink.op import sink_attention
 
 STEPS, BATCH, TOKENS, VOCABULARY, LAYERS, HEADS, WINDOW = 50, 4, 24, 32, 2, 4, 8
-SEEDS: Final = range(3)
+SEEDS: Final = 3
 NAME: Final = "attention_under_test"
 
 
@@ -55,13 +55,14 @@ def batch(gen: torch.Generator) -> torch.Tensor:
     return (begin + step * torch.arange(TOKENS, dtype=torch.int64, device=gen.device)) % VOCABULARY
 
 
-def train(attention: str, bfloat16: bool, device: str) -> Trained:
+def train(attention: str, bfloat16: bool, device: str, seeds: int = SEEDS) -> Trained:
     """50 steps for each seed, with an attention that transformers knows by name.
 
     Args:
         attention: its name.
         bfloat16: whether to train under autocast.
         device: "cpu" or "cuda". Data and the first weights are the same on both.
+        seeds: how many.
     """
     from transformers.models.gpt_oss import modeling_gpt_oss as modeling
 
@@ -73,7 +74,7 @@ def train(attention: str, bfloat16: bool, device: str) -> Trained:
     )  # fmt: skip
     config._attn_implementation = attention
     losses, moved = [], []
-    for seed in SEEDS:
+    for seed in range(seeds):
         torch.manual_seed(seed)
         model = modeling.GptOssForCausalLM(config).train().to(device)
         sinks = [layer.self_attn.sinks for layer in model.model.layers]
@@ -90,7 +91,7 @@ def train(attention: str, bfloat16: bool, device: str) -> Trained:
             losses.append(loss.item())
         moved.append((torch.stack([t.detach() for t in sinks]) - initial).cpu())
     every_loss = torch.tensor(losses, dtype=torch.float32, device="cpu")
-    return Trained(every_loss.view(len(SEEDS), STEPS), torch.stack(moved))
+    return Trained(every_loss.view(seeds, STEPS), torch.stack(moved))
 
 
 @functools.cache
@@ -108,12 +109,13 @@ def require_learned(device: str) -> None:
         raise AssertionError("the sinks have not moved")
 
 
-def excess(attention: Callable[..., Any], device: str) -> tuple[float, float]:
+def excess(attention: Callable[..., Any], device: str, seeds: int = SEEDS) -> tuple[float, float]:
     """Distance to eager float32, of the losses and of the sinks' way, in units of that of eager bfloat16."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, attention)  # replaces an attention of the same name
-    run, exact, rounded = train(NAME, True, device), eager(False, device), eager(True, device)
+    run = train(NAME, True, device, seeds)
+    exact, rounded = (Trained(*(t[:seeds] for t in eager(bfloat16, device))) for bfloat16 in (False, True))
     loss = (run.losses - exact.losses).abs().mean() / (rounded.losses - exact.losses).abs().mean()
     sinks = (run.sinks - exact.sinks).norm() / (rounded.sinks - exact.sinks).norm()
     return loss.item(), sinks.item()

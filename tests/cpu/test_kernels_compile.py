@@ -73,9 +73,8 @@ def test_compiles_within_its_budget(spec: Any, reports: Callable[[Any], SassRepo
 
 
 @pytest.mark.parametrize("spec", FLASH_MLA, ids=repr)
-def test_inf_of_empty_rows_is_chosen_where_results_are_stored(spec: Any, reports: Callable[[Any], SassReport]) -> None:
+def test_inf_of_empty_rows_is_chosen_where_results_are_stored(spec: Any) -> None:
     """By the epilogue where a CTA has all keys of a query, for each of a thread's rows, and by the merge."""
-    reports(spec)
     whole_queries = not spec.split or spec.balanced
     rows = 2 if isinstance(spec, MlaCrossoverSpec) else 1
     choices = [line for line in listing_of(spec) if " FSEL " in line and "+INF" in line]

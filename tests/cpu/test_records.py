@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench import jsonl, kernels_run, records
+from bench import kernels_run, records
 from bench.records import RecordError
 from cute_kernels.merge.spec import shipped_specs
 from tests.kit import sass
@@ -144,9 +144,3 @@ def test_what_a_case_asked_for_is_noted() -> None:
 def test_records_are_valid(path: pathlib.Path) -> None:
     record = records.read(path)
     assert path.stem == records.card_slug(record["card"]) and len(record["cases"]) > 100
-
-
-def test_long_values_are_folded() -> None:
-    value = {"a": [{"b": "x" * 900}, {"b": "y" * 900}], "c": 1}
-    lines = jsonl.folded(value).splitlines()
-    assert len(lines) > 2 and max(map(len, lines)) < jsonl.LONGEST

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.report import pages, plots, speeds
+from bench.report import pages, speeds
 from scripts import results_table
 
 
@@ -56,21 +56,9 @@ def test_every_named_case_of_the_tables_of_speeds_is_recorded(recorded: pages.Re
     assert not missing
 
 
-def test_without_results_a_page_says_so() -> None:
-    assert pages.render(pages.Recorded([], [], []), "mla") == pages.NO_RESULTS
-
-
 @pytest.mark.parametrize(
     "text", ["no marker", "<!-- results:mla:begin -->", "<!-- results:none:begin --><!-- results:none:end -->"]
 )
 def test_markers_that_are_no_pair_are_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="needs|has no partner"):
         pages.fill(text, pages.Recorded([], [], []))
-
-
-def test_the_plots_are_the_same_for_the_same_record(recorded: pages.Recorded, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    names = plots.draw(recorded.cards[0], tmp_path / "a")
-    assert names and plots.draw(recorded.cards[0], tmp_path / "b") == names
-    for name in names:
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()

@@ -1,6 +1,5 @@
-"""The kernels that measure units of a card compile, a wrong result gives no rate, and timestamps become a timeline."""
+"""The kernels that measure units of a card compile within their budgets, and a wrong result gives no rate."""
 
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -8,11 +7,9 @@ import pytest
 import torch
 
 import fp8_mla
-from bench import card, timeline, unit_rates
-from bench.timeline import Step
+from bench import timeline, unit_rates
 from bench.units.spec import TILE, ConvertSpec, ExchangeSpec, GatherSpec, WgmmaSpec, shipped_specs
 from cute_kernels.budget.rates import H200
-from cute_kernels.mla.spec import EVENTS, ROLES
 from tests.kit import sass
 
 
@@ -90,71 +87,3 @@ def test_a_wrong_result_gives_no_rate(spec: Any, kernel: Callable[..., None], pl
         assert unit_rates.figures_from([found], {}) == {}
         assert set(found.as_record()) == {"name", "problem"}
         assert unit_rates.table([found])[1][1].startswith("WRONG")
-
-
-def test_names_select_units() -> None:
-    assert len({spec.name for spec in shipped_specs()}) == len(shipped_specs())
-    assert unit_rates.selected(lambda name: "exchange" in name) == [ExchangeSpec("async"), ExchangeSpec("bulk")]
-
-
-# ---- the timeline
-
-
-def some_times() -> list[list[list[int]]]:
-    """One CTA: 1000 clocks from 5000 on are 500 ns."""
-    load = [[5000, 5100], [5100, 5400], [5420, 5700], [5700, 5701], [0, 0]]
-    qk = [[5010, 5400], [5400, 5410], [5410, 5700], [0, 0], [0, 0]]
-    empty = [[0, 0]] * 5
-    return [load, qk, empty, empty, [[9000, 5000], [9500, 6000], *empty[2:]]]
-
-
-def test_timestamps_become_steps() -> None:
-    found = timeline.steps(some_times())
-    assert len(found) == 7, "a step without timestamps is none"
-    assert found[0] == Step("load", "wait", 0.0, 50.0)
-    assert Step("load", "softmax", 210.0, 350.0) in found and Step("load", "wait", 350.0, 350.5) in found
-    assert Step("QK", "QK", 200.0, 205.0) in found
-    assert timeline.busy(found)[:2] == [
-        "trace: load: wait 50 ns, load 150 ns, softmax 140 ns",
-        "trace: QK: wait 195 ns, QK 5 ns, store S 145 ns",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("role", "step", "value", "said"),
-    [
-        (4, 1, [0, 0], "without anchors"),
-        (0, 1, [5400, 5100], "step 1 of load is from 5400 to 5100"),
-        (1, 0, [4000, 5400], "step 0 of QK is from 4000"),
-    ],
-)
-def test_timestamps_that_cannot_be_are_refused(role: int, step: int, value: list[int], said: str) -> None:
-    times = some_times()
-    times[role][step] = value
-    with pytest.raises(ValueError, match=said):
-        timeline.steps(times)
-
-
-def test_the_timeline_is_drawn(tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("matplotlib")
-    assert timeline.draw(timeline.steps(some_times()), tmp_path, "a card") == ["trace.svg"]
-    text = (tmp_path / "trace.svg").read_text()
-    for name in (*ROLES, *(event for events in EVENTS for event in events), "a card", "ns since"):
-        assert name in text
-
-
-# ---- the report
-
-
-def test_ten_lines_say_what_to_expect() -> None:
-    machine = {"card": "NVIDIA H100", "driver": "1", "torch": "2", "cutlass_dsl": "4"}
-    ceilings = {"read_GBps": 3000.0, "copy_GBps": 2800.0, "bf16_gemm_TFLOPs": 700.0}
-    case = {"op": "mla_fp8_decode", "mode": "sparse", "batch": 128, "h_q": 128, "s_q": 2, "topk": 2048}
-    times = {"us": 300.0, "us_sustained": 340.0, "sm_mhz": 1650, "sm_mhz_rested": 1980, "watts": 698}
-    first = {**case, **times, "TFLOPs": 490.0, "GBps": 1400.0, "binds": "tensor core"}
-    failed = {"op": "gqa_decode", "kv_dtype": "int8", "batch": 64, "s_k": 8192, "failed": "wrong"}
-    lines = card.summary(machine, ceilings, [first, failed])
-    assert len(lines) == 10
-    assert lines[2].startswith("clock: 1980 MHz after a rest; under load 1650 MHz and 698 W at least (mla_fp8_decode)")
-    assert lines[3].endswith(": 300 us, 340 under load; 70% of products; tensor core binds")
-    assert lines[4].endswith("did not run") and lines[5] == "GQA INT8, 64 x 8192: FAILED, wrong"

@@ -7,6 +7,7 @@ parent that is killed, and a daemonic process, as servers start them, may have n
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import subprocess
@@ -105,6 +106,7 @@ def serve() -> None:
     """Makes the calls that come through standard input, until it ends."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever else is printed goes to standard error
+    gc.set_threshold(50_000, 20, 50)  # a kernel that is traced makes a million objects, hardly one of them in a cycle
     while True:
         error: Exception | None = None
         try:

@@ -116,9 +116,9 @@ def test_a_kernel_is_loaded_in_the_thread_that_asks(place: Place, monkeypatch: p
         seen["load"].append(threading.current_thread())
         return load(path, symbol)
 
-    def compile_here(spec: TinySpec) -> Any:
+    def compile_here(spec: TinySpec, **options: Any) -> Any:
         seen["compile"].append(threading.current_thread())
-        return make(spec)
+        return make(spec, **options)
 
     monkeypatch.setitem(cache._LOADERS, ".so", load_here)
     monkeypatch.setattr(compile, "_compile", compile_here)

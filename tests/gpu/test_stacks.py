@@ -49,7 +49,7 @@ def test_a_warmed_model_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     report = warm(GQA, MLA, batch_sizes=BATCHES, num_sms=num_sms(), progress=False)
     assert report.missing == ()
 
-    def refuse(spec: KernelSpec) -> NoReturn:
+    def refuse(spec: KernelSpec, *options: object, **more: object) -> NoReturn:
         raise AssertionError(f"{spec} was not warmed")
 
     monkeypatch.setattr(compile, "_compile", refuse)

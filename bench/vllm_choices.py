@@ -24,7 +24,8 @@ def keep(worker: Any, beyond: int) -> None:
     """From now on a worker keeps the last choices of all tokens at positions from `beyond` on, until they are settled.
 
     A request that is led goes on behind a token that the engine did not say, and the engine computes some tokens again,
-    in a prompt: their scores differ in rounding from those that the engine's own token came from.
+    in a prompt: their scores differ in rounding from those that the engine's own token came from. They see the keys of
+    the first time again, as they do in an engine that is given them.
     """
     found: Chosen = {}
     worker.chosen, worker.settled = found, {}
@@ -33,6 +34,8 @@ def keep(worker: Any, beyond: int) -> None:
         for key, row in _rows(worker.model_runner, module, beyond):
             if key[1] > worker.settled.get(key[2], -1):
                 found[key] = row.sort().values.cpu()
+            else:
+                row.copy_(found[key])
 
     _hook(worker, hook)
 

@@ -63,11 +63,12 @@ def set_environment() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 
 
-def prepare(plugin: bool = True) -> None:
+def prepare(plugin: bool = True, untested: bool = False) -> None:
     """Registers our backends, as the plugin does, and leaves out what takes time or packages that nobody needs.
 
     Args:
         plugin: False leaves vLLM as it is: an installed plugin stays off as well.
+        untested: as `register` has it.
     """
     from vllm.model_executor.models import registry
     from vllm.model_executor.warmup import kernel_warmup
@@ -75,7 +76,7 @@ def prepare(plugin: bool = True) -> None:
     if plugin:
         from cute_kernels.integrations import vllm as cute_vllm
 
-        cute_vllm.register()
+        cute_vllm.register(untested)
     else:
         os.environ["VLLM_PLUGINS"] = ""
     # compiles CuTe DSL kernels for routers of other models, and imports quack

@@ -51,7 +51,7 @@ def warm_calls(parts: list[str], max_tokens: int) -> list[tuple[Any, tuple[int, 
 
     from bench import vllm_kernels, vllm_mla, vllm_models
     from cute_kernels.integrations.vllm.calls import GqaCalls
-    from cute_kernels.warm import MlaShape
+    from cute_kernels.warm import IndexShape, MlaShape
     from tests.kit import tiny_models
 
     wanted: list[tuple[Any, tuple[int, ...], tuple[int, ...]]] = []
@@ -78,6 +78,10 @@ def warm_calls(parts: list[str], max_tokens: int) -> list[tuple[Any, tuple[int, 
         for heads in {model.heads for model in vllm_mla.MODELS.values()}:
             shape = MlaShape(heads, vllm_mla.TOPK, append=False)
             wanted.append((shape, (*range(1, 33), 64, vllm_mla.STEP_TOKENS), (1, 2)))
+    if "mla-tokens" in parts:
+        for index_heads in {model.index_heads for model in vllm_mla.MODELS.values()}:
+            index = IndexShape(vllm_mla.LONGEST + vllm_mla.PAGE, slots=False, heads=index_heads, append=False)
+            wanted.append((index, tuple(range(1, 33)), (1,)))
     return wanted
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 import fp8_mla
-from bench import vllm_choices, vllm_engine
+from bench import vllm_choices, vllm_engine, vllm_shadow
 
 if TYPE_CHECKING:
     from bench.vllm_pool import Messages
@@ -42,6 +42,7 @@ tokens are what all are led along."""
 V4: Final = "v4-64"
 PROMPT_TOKENS: Final = (1, 17, 300, 4000)
 TOKENS: Final = 256
+TOKENS_OF_V4: Final = 48
 LONGEST: Final = max(PROMPT_TOKENS) + TOKENS
 TOPK: Final = 2048
 SHORT: Final = [i for i in range(32) if PROMPT_TOKENS[i % len(PROMPT_TOKENS)] + TOKENS <= TOPK]
@@ -223,10 +224,12 @@ def serve(options: dict[str, Any], messages: Messages) -> None:
         llm.collective_rpc(draw_weights)
         file = pathlib.Path(options["truth"])
         if options["first"]:
-            file.write_text(json.dumps(vllm_engine.generate(llm, [prompt for prompt, _ in requests], TOKENS)))
+            file.write_text(json.dumps(vllm_engine.generate(llm, [prompt for prompt, _ in requests], TOKENS_OF_V4)))
             messages.send(f"saved {options['model']}")
         truths = json.loads(file.read_text(encoding="utf-8"))
         requests = [(prompt, truth) for (prompt, _), truth in zip(requests, truths, strict=True)]
+    if "shadow" in options:
+        llm.collective_rpc(vllm_shadow.SHADOWS[options["shadow"]])
     if "keeps" in options:
         llm.collective_rpc(vllm_choices.keep, args=(TOPK,))
     if "takes" in options:
@@ -244,6 +247,8 @@ def serve(options: dict[str, Any], messages: Messages) -> None:
         messages.send("engine", {"choices": llm.collective_rpc(vllm_choices.write, args=(options["keeps"],))[0]})
     if "takes" in options:
         messages.send("engine", {"choices": llm.collective_rpc(vllm_choices.taken)[0]})
+    if "shadow" in options:
+        messages.send("engine", {"shadow": llm.collective_rpc(vllm_shadow.seen)[0]})
     if "speculative_config" in options["engine"]:
         counters = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
         names = ("draft", "accepted")
@@ -255,7 +260,7 @@ def _started(options: dict[str, Any], messages: Messages) -> Any:
     begin, said, heard = time.monotonic(), list[str](), logging.Handler()
     heard.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("vllm.cute_kernels").addHandler(heard)
-    vllm_engine.prepare(options["plugin"])
+    vllm_engine.prepare(options["plugin"], options.get("untested", False))
     llm = vllm_engine.engine({**options["engine"], "plain": options.get("plain", {})})
     messages.send("engine", {**vllm_engine.about(llm), "start_s": time.monotonic() - begin, "said": said})
     return llm
@@ -307,7 +312,7 @@ def led(
 
 
 def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
-    """How far the distances between a position's two best scores are apart in two runs, at most."""
+    """How far two runs differ in the distance between a position's two best scores, at most."""
     best = np.argsort(a["logp"], -1)[..., -2:]
     gap_a, gap_b = (np.diff(np.take_along_axis(run["logp"], best, -1), axis=-1) for run in (a, b))
     return float(np.abs(gap_a - gap_b).max())
@@ -322,17 +327,25 @@ def compared(
     """
     both = [i for i in a["requests"] if i in b["requests"]]
     a, b = ({key: run[key][[run["requests"].index(i) for i in both]] for key in ("chosen", "logp")} for run in (a, b))
-    gaps, wrong, otherwise = [0.0], 0, 0
+    gaps, wrong, otherwise, where = [0.0], 0, 0, list[list[Any]]()
     for place in zip(*np.nonzero(a["chosen"] != b["chosen"]), strict=True):
         pair = [a["chosen"][place], b["chosen"][place]]
         gaps.append(max(abs(float(run["logp"][place][pair[0]] - run["logp"][place][pair[1]])) for run in (a, b)))
         if gaps[-1] > near:
             excuse = (both[place[0]], int(place[1])) in excused
             wrong, otherwise = wrong + (not excuse), otherwise + excuse
+            if not excuse:
+                where.append([both[place[0]], int(place[1]), round(gaps[-1], 3)])
     return {
         "tokens": a["chosen"].size, "differ": len(gaps) - 1, "wrong": wrong, "otherwise": otherwise, "gap": max(gaps),
-        "scores": distance(a, b),
+        "scores": distance(a, b), **({"where": where[:8]} if where else {}),
     }  # fmt: skip
+
+
+def only(run: dict[str, Any], requests: list[int]) -> dict[str, Any]:
+    """Those of some requests that a run has."""
+    rows = [i for i, request in enumerate(run["requests"]) if request in requests]
+    return {"requests": [run["requests"][i] for i in rows], "chosen": run["chosen"][rows], "logp": run["logp"][rows]}
 
 
 def agreed(a: dict[str, Any], b: dict[str, Any]) -> frozenset[tuple[int, int]]:
@@ -344,11 +357,17 @@ def cases(runs: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
     """All runs of a model that can be compared, by their names and rounds; see `compared`.
 
     A near tie is two scores no further apart than the same engine's differ between eager and graph runs. Where our
-    engine agrees with vLLM's own once it is given the keys that the other's indexer chose, other keys were chosen.
+    engine agrees with vLLM's own once it is given the keys that the other's indexer chose, other keys were chosen. For
+    that agreement scores count as near that are so in short requests, which see all of their keys.
     """
     engines = [(who, name) for who in ("ours", "stock") for name in ROUNDS]
     same = [[(f"{who}-{how}", name) for how in ("eager", "graphs")] for who, name in engines]
-    near = max((distance(runs[a], runs[b]) for a, b in same if a in runs and b in runs), default=0.0)
+    both = [(runs[a], runs[b]) for a, b in same if a in runs and b in runs]
+    near = max((distance(a, b) for a, b in both), default=0.0)
+    sure = max(
+        (distance(*(only(run, SHORT) for run in pair)) for pair in both if {*SHORT} & {*pair[0]["requests"]}),
+        default=0.0,
+    )
     hows = ("eager", "graphs", "drafts")
     pairs = [((f"ours-{how}", name), (f"stock-{how}", name)) for how in hows for name in ROUNDS]
     pairs += [(a, b) for a, b in same]
@@ -357,14 +376,17 @@ def cases(runs: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
     pairs += [((f"ours-{how}", name), (f"ours-{how}", "all")) for how in hows[:2] for name in ("one", "again")]
     given, taken = ("ours-given", "all"), ("stock-eager", "all")
     pairs.append((given, taken))
+    pairs += [(("ours-index", "all"), (f"{who}-eager", "all")) for who in ("ours", "stock")]
+    pairs += [(("ours-index-graphs", "all"), (f"{who}-graphs", "all")) for who in ("ours", "stock")]
     excused = agreed(runs[given], runs[taken]) if given in runs and taken in runs else frozenset()
     found = []
     for a, b in pairs:
         if a in runs and b in runs:
             which = {"a": a[0], "b": b[0], "round": a[1] if a[1] == b[1] else f"{a[1]}, {b[1]}"}
             both_engines = a[0].startswith("ours") and b[0].startswith("stock") and a != given
-            found.append(which | compared(runs[a], runs[b], near, excused if both_engines else frozenset()))
-    return {"near": near, "cases": found}
+            limit = sure if a == given else near
+            found.append(which | compared(runs[a], runs[b], limit, excused if both_engines else frozenset()))
+    return {"near": near, "sure": sure, "cases": found}
 
 
 # ---- steps at real shapes

@@ -64,10 +64,12 @@ FIRST = ((1, 8192), (1, 32768), (4, 8192))
 STEP_TOKENS = 8192  # as vLLM's server on these cards
 MLA_CONTEXTS = (32768, 131072, 8192)
 WAYS_OF_MLA = (
-    "stock-eager", "ours-eager", "ours-given", "ours-graphs", "stock-graphs", "ours-drafts", "stock-drafts",
+    "stock-eager", "ours-eager", "ours-given", "ours-graphs", "stock-graphs", "ours-index", "ours-index-graphs",
+    "ours-drafts", "stock-drafts",
 )  # fmt: skip
 """Our plugin or vLLM as it is; full CUDA graphs of decoding, also with a token that the model drafts. "given" is eager
-and sees the keys that the indexer of "stock-eager" has chosen."""
+and sees the keys that the indexer of "stock-eager" has chosen. "index" has our indexer too; the eager engine holds it
+against DeepGEMM's scores, call by call."""
 WAYS_OF_V4 = ("stock-eager", "ours-eager", "stock-graphs", "ours-graphs")
 BYTES = {"auto": 256, "fp8": 128, INT8: 132}  # of a head and token
 ENGINE_GB = 6.0  # of a timed engine, without its cache
@@ -167,7 +169,7 @@ def mla_jobs(options: argparse.Namespace, folder: pathlib.Path) -> list[Job]:
                 "model": str(folder / model), "kv_cache_dtype": "fp8", "block_size": vllm_mla.PAGE, "dtype": "bfloat16",
                 "max_model_len": vllm_mla.LONGEST + vllm_mla.PAGE, "max_num_seqs": 32, "enable_prefix_caching": True,
                 "max_num_batched_tokens": vllm_mla.STEP_TOKENS, "kv_cache_memory_bytes": 1 << 29, "max_logprobs": 64,
-                "enforce_eager": way.endswith(("eager", "given")),
+                "enforce_eager": way.endswith(("eager", "given", "index")),
             }  # fmt: skip
             if not engine["enforce_eager"]:
                 engine["compilation_config"] = graphs([2, 4, 8, 16, 32, 64] if drafts else [1, 2, 4, 8, 16, 32], "all")
@@ -176,13 +178,18 @@ def mla_jobs(options: argparse.Namespace, folder: pathlib.Path) -> list[Job]:
                 engine["disable_log_stats"] = False
             given = {
                 "model": model, "way": way, "engine": engine, "plugin": way.startswith("ours"),
-                "rounds": ["all"] if drafts or way == "ours-given" else list(vllm_mla.ROUNDS),
+                "rounds": list(vllm_mla.ROUNDS) if way.split("-", 1)[1] in ("eager", "graphs") else ["all"],
+                "untested": "index" in way,
             }  # fmt: skip
             needs: tuple[str, ...] = ("warm over", f"saved {model}")
             if way == "ours-given":
                 given["takes"], needs = choices, (*needs, f"{model}-stock-eager")
+            elif way == "ours-index":
+                given["shadow"] = "indexer"
             elif way == "stock-eager" and model != vllm_mla.V4:
                 given["keeps"] = choices
+            elif way == "ours-eager" and model == vllm_mla.V4:
+                given["shadow"] = "attention"
             phase, gigabytes = 0, 4
             if model == vllm_mla.V4:
                 engine |= {"load_format": "dummy", "block_size": None, "kv_cache_memory_bytes": 4 << 30}

@@ -183,7 +183,7 @@ def test_small_models_are_served_first_and_timed_ones_next(tmp_path: Path) -> No
     found = plan(tmp_path, "--parts", "mla-tokens,mla-steps", "--models", ",".join(vllm_mla.MODELS))
     assert not [job for job in plan(tmp_path, "--parts", "mla-tokens") if "v4" in job]
     served = [job for job in found.values() if job.kind == "mla-serve"]
-    assert [job.name for job in served][:2] == ["v32-16-stock-eager", "v32-16-ours-eager"] and len(served) == 25
+    assert [job.name for job in served][:2] == ["v32-16-stock-eager", "v32-16-ours-eager"] and len(served) == 31
     assert found["v32-16-ours-given"].options["takes"] == found["v32-16-stock-eager"].options["keeps"]
     assert "v32-16-stock-eager" in found["v32-16-ours-given"].needs
     assert all(job.options["plugin"] is ("ours" in job.name) for job in served)
@@ -196,8 +196,8 @@ def test_small_models_are_served_first_and_timed_ones_next(tmp_path: Path) -> No
     tokens = 64 * (131072 + vllm_engine.STEPS + vllm_engine.PROFILED)
     assert timed.phase == 1 and timed.options["engine"]["kv_cache_memory_bytes"] >= tokens * 4 * (656 + 132)
     assert not timed.options["plugin"] and timed.options["engine"]["max_model_len"] >= 131072 + vllm_engine.STEPS
-    heads = {shape.heads for shape, _, _ in vllm_jobs.warm_calls(["mla-tokens"], 1024)}
-    assert heads == {16, 64, 128}
+    heads = {(type(shape).__name__, shape.heads) for shape, _, _ in vllm_jobs.warm_calls(["mla-tokens"], 1024)}
+    assert heads == {("MlaShape", 16), ("MlaShape", 64), ("MlaShape", 128), ("IndexShape", 32), ("IndexShape", 64)}
 
 
 def test_engines_that_are_asked_for_first_tokens_take_prompts_in_parts(tmp_path: Path) -> None:

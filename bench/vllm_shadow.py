@@ -1,0 +1,93 @@
+"""Our kernels beside vLLM's on the calls that an eager engine makes, call by call: both see the same tensors.
+
+Tokens of two engines drift apart where rounding flips a choice of keys or of experts. Calls do not.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Final
+
+FLASHMLA_OF_V4: Final = "vllm.models.deepseek_v4.nvidia.flashmla"
+"""vLLM's module of V4's layers, in which a `V4Decode` stands for FlashMLA."""
+
+
+def attention_of_v4(worker: Any) -> None:
+    """From now on each decoding call of V4 runs on FlashMLA too, whose output nobody reads."""
+    module = importlib.import_module(FLASHMLA_OF_V4)
+    ours, found = module.flash_mla_with_kvcache, {"calls": 0, "apart": []}  # type: ignore[var-annotated]
+    worker.shadow = found
+
+    def both(**arguments: Any) -> Any:
+        import torch
+
+        result = ours(**arguments)
+        theirs = torch.empty_like(arguments["out"])
+        ours.original(**{**arguments, "out": theirs})
+        found["calls"] += 1
+        found["apart"].append(apart(arguments["out"], theirs))
+        return result
+
+    module.flash_mla_with_kvcache = both  # type: ignore[attr-defined]
+
+
+def apart(ours: Any, theirs: Any) -> Any:
+    """How far two outputs (..., d) are apart: the longest difference of a row over that row's length, on the GPU."""
+    ours, theirs = ours.float(), theirs.float()
+    return ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-6)).amax()
+
+
+def indexer(worker: Any) -> None:
+    """From now on each choice of `index_decode` is held against the scores that DeepGEMM makes."""
+    from cute_kernels.integrations.vllm import indexer as hooks
+
+    choose, found = hooks.choose, {"calls": 0, "rows": []}  # type: ignore[var-annotated]
+    worker.shadow = found
+
+    def both(logits: Any, seq_lens: Any, topk_indices: Any, topk: int) -> None:
+        choose(logits, seq_lens, topk_indices, topk)
+        if isinstance(logits, hooks.Unscored):
+            found["calls"] += 1
+            found["rows"].append(lacking(logits.make(), seq_lens, topk_indices[:, :topk]))
+
+    hooks.choose = both
+
+
+def lacking(scores: Any, seq_lens: Any, chosen: Any) -> Any:
+    """Of rows of scores (rows, width) and positions (rows, topk), three numbers each, on the GPU.
+
+    How many keys were chosen whose score is below the topk-th, how far the lowest one is below it, and the largest
+    score. A row has no more keys than its length; -1 fills what it has too few keys for.
+    """
+    import torch
+
+    width = torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device)
+    seen = torch.where(width < seq_lens.reshape(-1, 1), scores, -torch.inf)
+    most = min(chosen.shape[1], scores.shape[1])
+    last = seen.topk(most, dim=1).values[:, -1:]  # -inf in rows with fewer keys
+    given = torch.where(chosen >= 0, seen.gather(1, chosen.clamp(min=0).long()), torch.inf)
+    return torch.stack(
+        [(given < last).sum(1).float(), (last - given.amin(1, True)).clamp(min=0)[:, 0], seen.amax(1)], 1
+    )
+
+
+def seen(worker: Any) -> dict[str, Any]:
+    """What has been found so far."""
+    import torch
+
+    found = worker.shadow
+    result = {"calls": found["calls"]}
+    if found.get("apart"):
+        result["apart"] = float(torch.stack(found["apart"]).amax())
+    if found.get("rows"):
+        rows = torch.cat(found["rows"]).double()
+        other = rows[:, 0] > 0
+        result |= {
+            "rows": len(rows), "rows_with_others": int(other.sum()), "most_others": int(rows[:, 0].amax()),
+            "furthest_below": float(rows[:, 1].amax()), "largest_score": float(rows[:, 2].amax()),
+        }  # fmt: skip
+    return result
+
+
+SHADOWS: Final[dict[str, Callable[[Any], None]]] = {"attention": attention_of_v4, "indexer": indexer}

@@ -21,13 +21,14 @@ PAGE = 16
 
 def run(kind: str, options: dict[str, Any], messages: Messages) -> None:
     """A job, in a process of its own."""
-    from bench import vllm_engine, vllm_mla
+    from bench import vllm_engine, vllm_mla, vllm_v4
 
     vllm_engine.set_environment()
     jobs = {
         "probe": probe, "warm": warm, "train": train, "serve": vllm_engine.serve, "measure": vllm_engine.measure,
         "first": vllm_engine.first_tokens, "sparse": sparse, "prompts": prompts, "layers": layers,
         "mla-train": vllm_mla.train, "mla-serve": vllm_mla.serve, "mla-steps": vllm_mla.steps,
+        "v4-ahead": vllm_v4.compile_ahead,
     }  # fmt: skip
     jobs[kind](options, messages)
 

@@ -161,6 +161,8 @@ def mla_jobs(options: argparse.Namespace, folder: pathlib.Path) -> list[Job]:
         for model in models
         if model != vllm_mla.V4
     ]
+    if vllm_mla.V4 in models:  # 16 contexts of CUDA
+        found.append(Job("v4-ahead", "v4-ahead", {}, 2, ("card",), gigabytes=12, seconds=150, least=60, fresh=True))
     for model in models:
         choices = str(folder / model / "choices.pickle")
         for way in WAYS_OF_MLA if model != vllm_mla.V4 else WAYS_OF_V4:
@@ -195,6 +197,7 @@ def mla_jobs(options: argparse.Namespace, folder: pathlib.Path) -> list[Job]:
                 engine |= {"load_format": "dummy", "block_size": None, "kv_cache_memory_bytes": 4 << 30}
                 given |= {"truth": str(folder / model / "truth.json"), "first": way == WAYS_OF_V4[0]}
                 needs, phase, gigabytes = needs[: 1 if given["first"] else 2], 2, 14
+                needs += ("v4-ahead over",)
             found.append(Job(f"{model}-{way}", "mla-serve", given, phase, needs, gigabytes, 180, 30, WAYS))
     return sorted(found, key=lambda job: job.name.endswith("drafts"))
 
@@ -289,7 +292,7 @@ class Report:
             self.progress.say(f"{job.name}: {data[-1][-600:]}")
         elif event == "case":
             self.progress.say(f"{job.name}: {in_words(data)}")
-        elif event in ("card", "started", "done", "compiled", "transformers", "engine"):
+        elif event in ("card", "started", "done", "compiled", "ahead", "transformers", "engine"):
             self.progress.say(f"{job.name}: {event} {data if data is not None else ''}")
         {
             "serve": self._tokens, "measure": self._timed, "first": self._timed, "mla-steps": self._timed,

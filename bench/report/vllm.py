@@ -173,7 +173,18 @@ def mla_started(found: Found) -> str:
     if drafts := [engine for engine in engines if engine.get("draft")]:
         accepted, drafted = (plain(int(sum(engine[name] for engine in drafts))) for name in ("accepted", "draft"))
         said += f" {accepted} of {drafted} drafts were taken."
-    return said
+    return " ".join((said, *(shadow(engine["shadow"]) for engine in engines if "shadow" in engine)))
+
+
+def shadow(found: Mapping[str, Any]) -> str:
+    """What two kernels answered to the same calls, in words; see bench/vllm_shadow.py."""
+    if "apart" in found:
+        return f"In {plain(found['calls'])} calls rows of FlashMLA's output are at most {short(found['apart'])} away."
+    return (
+        f"Our indexer chose the keys of {plain(found['rows'])} rows; in {plain(found['rows_with_others'])} of them"
+        f" DeepGEMM's scores prefer another, by at most {short(found['furthest_below'])}"
+        f" beside scores of up to {short(found['largest_score'])}."
+    )
 
 
 SHARES = ("attention", "indexer", "top-k", "slots", "rest")

@@ -192,6 +192,7 @@ def test_small_models_are_served_first_and_timed_ones_next(tmp_path: Path) -> No
     first, *others = (job for job in served if "v4" in job.name)
     assert first.name == "v4-64-stock-eager" and first.options["first"] and "saved v4-64" not in first.needs
     assert all("saved v4-64" in job.needs and not job.options["first"] for job in others)
+    assert "v4-ahead over" in first.needs and found["v4-ahead"].phase == first.phase
     timed = found["steps-stock-128"]
     tokens = 64 * (131072 + vllm_engine.STEPS + vllm_engine.PROFILED)
     assert timed.phase == 1 and timed.options["engine"]["kv_cache_memory_bytes"] >= tokens * 4 * (656 + 132)

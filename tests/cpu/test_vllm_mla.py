@@ -152,6 +152,7 @@ def test_choices_are_kept_and_given_by_request_and_position(tmp_path: Path) -> N
     model()
     assert not torch.equal(first.chosen["layer", 6, (ord("a"),)], kept[1]), "a newer choice replaces it"
     assert torch.equal(first.chosen["layer", 8, (ord("b"),)], kept[3]), "b's are settled"
+    assert torch.equal(model.topk_indices_buffer[3:], kept[3:]), "what is computed again sees the same keys"
     kept[:3] = model.topk_indices_buffer[:3].sort(-1).values
     assert vllm_choices.write(first, file) == 4, "a's position 5 is not beyond"
     second = worker(["b", "a"], [8, 5], [0, 2, 5])

@@ -82,6 +82,14 @@ def test_the_tables_show_each_pair() -> None:
     assert "Failed or left out: layers: needs 60 s, 3 s were left." in text
 
 
+def test_what_two_kernels_answered_is_said_in_words() -> None:
+    indexed = {"calls": 3, "rows": 20, "rows_with_others": 1, "furthest_below": 2**-20, "largest_score": 4.0}
+    engines = {"a": {"start_s": 9.0, "shadow": {"calls": 5, "apart": 0.004}}, "b": {"shadow": indexed}}
+    said = vllm.mla_started({"mla-tokens": {"engines": engines}})
+    assert "In 5 calls rows of FlashMLA's output are at most 0.004 away." in said
+    assert "keys of 20 rows; in 1 of them DeepGEMM's scores prefer another, by at most 9.54e-07 beside" in said
+
+
 def test_what_was_not_measured_has_no_table() -> None:
     few = {key: value for key, value in made_up().items() if key in ("card", "date", "versions")}
     assert vllm.page([few]) == ["NVIDIA H200, 2026-01-02, vllm 0.26.0, torch 2.11.0:"]

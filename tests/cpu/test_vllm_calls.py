@@ -21,7 +21,7 @@ from cute_kernels.integrations.vllm.calls import GqaCalls, runs_prompts
 from cute_kernels.runtime import workers
 from cute_kernels.warm import GqaShape, MlaShape, PrefillShape, kernel_specs
 from tests.kit import vllm_stand_ins
-from tests.kit.vllm_batches import HEADS, Batch, draw_batch, stock_cache
+from tests.kit.vllm_batches import HEADS, LIMITS, Batch, draw_batch, stock_cache
 
 ROOT = Path(__file__).resolve().parents[2]
 ADAPTERS = sorted((ROOT / "cute_kernels" / "integrations" / "vllm").glob("*.py"))
@@ -30,27 +30,29 @@ ADAPTERS = sorted((ROOT / "cute_kernels" / "integrations" / "vllm").glob("*.py")
 # ---- pages
 
 
+@pytest.mark.parametrize("codes", [torch.int8, torch.uint8], ids=["int8", "int4"])
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("order", ["NHD", "HND"])
 @pytest.mark.parametrize("tokens", [1, 16, 32, 64, 128, 256])
-def test_an_int8_page_has_the_bytes_of_vllms(tokens: int, order: str, kv_heads: int) -> None:
+def test_a_page_has_the_bytes_of_vllms(tokens: int, order: str, kv_heads: int, codes: torch.dtype) -> None:
     """Codes and scales fill a page without a gap, and none of them twice."""
     pages, d = 3, 64
-    kv_cache = stock_cache(pages, kv_heads, tokens, d, torch.int8, order)
-    assert kv_cache[0].numel() == kv_heads * tokens * 2 * (d + 4)
-    kv_cache.fill_(-1)
-    views = calls.scaled_views(kv_cache, d)
+    row = d if codes is torch.int8 else d // 2
+    kv_cache = stock_cache(pages, kv_heads, tokens, d, codes, order, codes=codes)
+    assert kv_cache[0].numel() == kv_heads * tokens * 2 * (row + 4)
+    kv_cache.view(torch.int8).fill_(-1)
+    views = calls.scaled_views(kv_cache, d, codes)
     assert views.k_scale is not None and views.v_scale is not None
     for i, view in enumerate((views.k, views.v)):
-        assert view.shape == (pages, kv_heads, tokens, d)
+        assert view.shape == (pages, kv_heads, tokens, row)
         assert tokens == 1 or not any(stride % 16 for stride in view.stride()[:3])
-        assert bool((view == -1).all())
+        assert bool((view.view(torch.int8) == -1).all())
         view.fill_(i + 1)
     for view in (views.k_scale, views.v_scale):
         assert view.shape == (pages, kv_heads, tokens)
         view.zero_()
     assert bool((views.k == 1).all()) and bool((views.v == 2).all())
-    assert not bool((kv_cache == -1).any())
+    assert not bool((kv_cache.view(torch.int8) == -1).any())
     assert views.k_scale.numel() + views.v_scale.numel() == 2 * pages * kv_heads * tokens
 
 
@@ -153,8 +155,9 @@ def test_scaled_codes_are_stored_and_decoded_as_in_a_cache_of_four_tensors(
     bytes_of_vllm = torch.int8 if codes is torch.int8 else torch.uint8
     batch = draw_batch([40, 17, 300], [2, 2, 2], tokens)
     layer = GqaCalls(HEADS, 2, 64, 0.125, cache_dtype)
-    kv_cache = stock_cache(batch.pages, 2, tokens, 64, bytes_of_vllm, order, scaled=True)
-    k_cache, v_cache = torch.zeros(2, batch.pages, tokens, 2, 64, dtype=torch.int8).view(codes)
+    kv_cache = stock_cache(batch.pages, 2, tokens, 64, bytes_of_vllm, order, codes=codes)
+    row = calls.code_bytes(64, codes)
+    k_cache, v_cache = torch.zeros(2, batch.pages, tokens, 2, row, dtype=torch.int8).view(codes)
     k_scale, v_scale = torch.zeros(2, batch.pages, tokens, 2)
     padded_slots = torch.cat([batch.all_slots, torch.tensor([-1])])
     padded = [torch.cat([t, t[:3]]) for t in (batch.keys, batch.values)]  # more rows than slots, as in a graph
@@ -166,10 +169,10 @@ def test_scaled_codes_are_stored_and_decoded_as_in_a_cache_of_four_tensors(
     layer.decode(batch.query, kv_cache, batch.seq_lens, batch.block_table, *batch.scales, out)
     expected = gqa_decode(
         batch.query.view(3, 2, HEADS, 64), k_cache, v_cache, k_scale, v_scale, layout="paged_NHD",
-        cache_seqlens=batch.seq_lens, block_table=batch.block_table,
+        cache_seqlens=batch.seq_lens, block_table=batch.block_table, kind=kind,
     )  # fmt: skip
     assert torch.equal(out.view(3, 2, HEADS, 64), expected)
-    assert batch.error(out, window=None) < (0.02 if codes is torch.int8 else 0.06)
+    assert batch.error(out, window=None) < LIMITS[cache_dtype]
 
 
 @pytest.mark.parametrize("order", ["NHD", "HND"])
@@ -223,7 +226,7 @@ def test_all_that_a_layer_is_reaches_the_operator(monkeypatch: pytest.MonkeyPatc
     assert given.pop("cache_seqlens") is batch.seq_lens and given.pop("block_table") is batch.block_table
     assert given == {
         "layout": "paged_NHD", "window": 128, "softcap": 30.0, "alibi_slopes": slopes, "s_aux": sinks,
-        "softmax_scale": 0.3, "num_splits": None,
+        "softmax_scale": 0.3, "num_splits": None, "kind": None,
     }  # fmt: skip
     layer.num_splits = 1
     layer.decode(batch.query, kv_cache, batch.seq_lens, batch.block_table, *batch.scales, out)

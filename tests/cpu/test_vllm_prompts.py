@@ -8,7 +8,7 @@ import torch
 
 from cute_kernels.integrations.vllm import calls as calls_module
 from cute_kernels.integrations.vllm import prompts as prompts_module
-from cute_kernels.integrations.vllm.calls import FP8_SCALED, INT8, GqaCalls
+from cute_kernels.integrations.vllm.calls import FP8_SCALED, INT4, INT8, GqaCalls
 from cute_kernels.integrations.vllm.prompts import (
     AHEAD,
     FEW,
@@ -23,9 +23,7 @@ from cute_kernels.integrations.vllm.prompts import (
 )
 from cute_kernels.warm import PromptShape
 from tests.kit.flash_stand_in import FlashStandIn
-from tests.kit.vllm_batches import HEADS, Batch, draw_batch, empty_cache
-
-LIMITS = {"auto": 0.01, "fp8": 0.06, INT8: 0.02, FP8_SCALED: 0.06}
+from tests.kit.vllm_batches import HEADS, LIMITS, Batch, draw_batch, empty_cache
 
 
 def prompts_of(batch: Batch) -> Prompts:
@@ -271,13 +269,14 @@ def test_memory_is_asked_for_where_copies_are_made(monkeypatch: pytest.MonkeyPat
     for cache_dtype in LIMITS:
         reserve(layer_of(cache_dtype)[0], output)
         reserve(GqaCalls(HEADS, 2, 64, 0.125, cache_dtype, max_tokens=1 << 30), output)
-    assert len(asked) == 3 and set(asked) == {calls_module.COPY_BYTES}
+    assert len(asked) == 4 and set(asked) == {calls_module.COPY_BYTES}
     reserve(layer_of(INT8, max_tokens=layer_of(INT8)[0].copied_tokens + 1)[0], output)
-    assert asked[3] == calls_module.COPY_BYTES + (STATES + 1) * 100 * HEADS * 64 * 2, "parts, and what they merge to"
+    assert asked[4] == calls_module.COPY_BYTES + (STATES + 1) * 100 * HEADS * 64 * 2, "parts, and what they merge to"
 
 
 @pytest.mark.parametrize(
-    "cache_dtype, kv_dtype", [("fp8", "float8_e4m3fn"), (INT8, "int8"), (FP8_SCALED, "fp8_per_token_head")]
+    "cache_dtype, kv_dtype",
+    [("fp8", "float8_e4m3fn"), (INT8, "int8"), (FP8_SCALED, "fp8_per_token_head"), (INT4, "int4")],
 )
 def test_a_layer_asks_for_copies_and_their_merges(cache_dtype: str, kv_dtype: str) -> None:
     s_aux = torch.zeros(HEADS)

@@ -11,17 +11,16 @@ import torch
 
 import fp8_mla
 from cute_kernels.integrations.vllm import calls
-from cute_kernels.integrations.vllm.calls import FP8_SCALED, INT8, GqaCalls, sparse_mla
+from cute_kernels.integrations.vllm.calls import INT8, GqaCalls, sparse_mla
 from cute_kernels.runtime.cache import KernelSpec
 from cute_kernels.runtime.compile import precompile
 from cute_kernels.warm import MlaShape
 from cute_kernels.warm import kernel_specs as specs_of
 from tests.kit.compare import relative_error
-from tests.kit.vllm_batches import HEADS, KV_HEADS, Batch, draw_batch, empty_cache
+from tests.kit.vllm_batches import HEADS, KV_HEADS, LIMITS, Batch, draw_batch, empty_cache
 
 DEVICE = "cuda"
 HEADS_OF_MLA = (8, 16, 20, 64, 128)
-LIMITS = {"auto": 0.01, "fp8": 0.06, INT8: 0.02, FP8_SCALED: 0.06}
 """Relative errors against float64 over what was stored."""
 
 

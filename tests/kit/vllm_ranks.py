@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 
 from cute_kernels.integrations.vllm import context_parallel
-from cute_kernels.integrations.vllm.calls import FP8_SCALED, INT8, GqaCalls
+from cute_kernels.integrations.vllm.calls import GqaCalls
 from cute_kernels.integrations.vllm.context_parallel import Ranks
-from tests.kit.vllm_batches import HEADS, Batch, draw_batch, empty_cache
+from tests.kit.vllm_batches import HEADS, LIMITS, Batch, draw_batch, empty_cache
 
 WORLD: Final = 2
 PAGE: Final = 16
-LIMITS: Final = {"auto": 0.01, INT8: 0.02, FP8_SCALED: 0.06, "fp8": 0.06}
 BATCHES: Final = {
     "decode": ([40, 17, 1, 2, 100], [1, 1, 1, 1, 1]),
     "prompts": ([40, 33, 25, 9], [20, 1, 25, 8]),

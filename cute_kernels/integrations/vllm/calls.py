@@ -1,10 +1,10 @@
 """What vLLM's tensors become as arguments of our operators. Imports no vLLM, so that it is tested without.
 
-A page with a scale for each token and head, of INT8 or FP8, has, one head after the other, [K codes | V codes | K
+A page with a scale for each token and head, of INT8, FP8 or INT4, has, one head after the other, [K codes | V codes | K
 scales | V scales], (tokens, d) codes and (tokens,) scales each. Page and head have the bytes of vLLM's own
-int8_per_token_head and fp8_per_token_head, which have a scale after each token's codes, in rows of d + 4 bytes that TMA
-cannot read: what moves pages, or cuts them by head, needs to know of neither. Other caches keep vLLM's page, keys and
-values of a head next to each other.
+int8_per_token_head, fp8_per_token_head and int4_per_token_head, which have a scale after each token's codes, in rows
+of d + 4 or d / 2 + 4 bytes that TMA cannot read: what moves pages, or cuts them by head, needs to know of neither.
+Other caches keep vLLM's page, keys and values of a head next to each other.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.gqa.append_op import kv_append
+from cute_kernels.gqa.layouts import ROTATED_DIMS
 from cute_kernels.gqa.op import gqa_decode
 from cute_kernels.gqa.plan import MAX_S_Q
 from cute_kernels.mla.op import mla_fp8_decode
 from cute_kernels.sink.op import sink_attention
 from cute_kernels.warm.shapes import GqaShape, PrefillShape, PromptShape, Shape
 
-INT8, FP8_SCALED, FP8 = "int8_per_token_head", "fp8_per_token_head", ("fp8", "fp8_e4m3")
-SCALED = {INT8: "int8", FP8_SCALED: "fp8_per_token_head"}
+INT8, FP8_SCALED, INT4 = (f"{name}_per_token_head" for name in ("int8", "fp8", "int4"))
+FP8 = ("fp8", "fp8_e4m3")
+SCALED = {INT8: "int8", FP8_SCALED: "fp8_per_token_head", INT4: "int4"}
 """Caches with a scale for each token and head: vLLM's name, and the kind of `kv_append`."""
-CODES = {INT8: torch.int8, FP8_SCALED: torch.float8_e4m3fn}
+CODES = {INT8: torch.int8, FP8_SCALED: torch.float8_e4m3fn, INT4: torch.uint8}
+"""INT4 has two codes in a byte, of a vector that is rotated."""
 SCALE_BYTES = 4
 HEAD_DIMS, PREFILL_HEAD_DIMS = (64, 128, 256, 512), (64, 128)
 MAX_QUERIES = MAX_S_Q
@@ -52,7 +55,7 @@ class CacheViews(NamedTuple):
         return self.k.shape[1 if self.layout == "paged_NHD" else 2]
 
     def tokens_first(self) -> tuple[torch.Tensor, ...]:
-        """Codes (pages, tokens, kv_heads, d), scales (pages, tokens, kv_heads), as vLLM's Triton kernels take them."""
+        """Codes (pages, tokens, kv_heads, d or d / 2), scales (pages, tokens, kv_heads), as vLLM's Triton has them."""
         given = [t for t in self[:4] if t is not None]
         return tuple(given if self.layout == "paged_NHD" else (t.transpose(1, 2) for t in given))
 
@@ -62,13 +65,20 @@ def runs_prompts(version: int | None, head_dim: int) -> bool:
     return version == FLASH_ATTENTION and head_dim <= FLASH_DIM
 
 
-def scaled_token_bytes(head_dim: int) -> int:
+def code_bytes(head_dim: int, codes: torch.dtype) -> int:
+    """Bytes of a token and head's codes, of K or of V."""
+    return head_dim // 2 if codes is torch.uint8 else head_dim
+
+
+def scaled_token_bytes(head_dim: int, codes: torch.dtype = torch.int8) -> int:
     """Bytes of a token and head with scales of its own: codes and scales of K and V."""
-    return 2 * (head_dim + SCALE_BYTES)
+    return 2 * (code_bytes(head_dim, codes) + SCALE_BYTES)
 
 
 def scaled_views(kv_cache: torch.Tensor, head_dim: int, codes: torch.dtype = torch.int8) -> CacheViews:
     """Views of a cache with scales per token and head, (pages, kv_heads, tokens, 2 (d + 4)) bytes, pages at any stride.
+
+    With two codes in a byte, uint8, it has 2 (d / 2 + 4) bytes.
 
     A page's heads lie one after the other, also where vLLM orders a page by tokens ("NHD") and its strides say
     otherwise: it copies whole pages then. Where it orders them by heads ("HND"), they may be at a distance: those of
@@ -77,7 +87,7 @@ def scaled_views(kv_cache: torch.Tensor, head_dim: int, codes: torch.dtype = tor
     Raises:
         ValueError: another shape, or bytes of a head and of a page that do not lie next to each other.
     """
-    token = scaled_token_bytes(head_dim)
+    token, row = scaled_token_bytes(head_dim, codes), code_bytes(head_dim, codes)
     if kv_cache.dim() != 4 or kv_cache.shape[3] != token or not kv_cache.shape[2]:
         needs = f"(pages, kv_heads, tokens, {token})"
         raise ValueError(f"kv_cache: got shape {tuple(kv_cache.shape)}; needs {needs}")
@@ -91,8 +101,8 @@ def scaled_views(kv_cache: torch.Tensor, head_dim: int, codes: torch.dtype = tor
         needs = "pages ordered by heads or by tokens, without gaps"
         raise ValueError(f"kv_cache: got strides {kv_cache.stride()}; needs {needs}")
     rows = kv_cache.as_strided((pages, kv_heads, tokens * token), (page_stride, head_stride, 1))
-    k, v, scales = rows.split([tokens * head_dim, tokens * head_dim, 2 * tokens * SCALE_BYTES], dim=2)
-    k, v = (t.unflatten(2, (tokens, head_dim)).view(codes) for t in (k, v))
+    k, v, scales = rows.split([tokens * row, tokens * row, 2 * tokens * SCALE_BYTES], dim=2)
+    k, v = (t.unflatten(2, (tokens, row)).view(codes) for t in (k, v))
     k_scale, v_scale = scales.view(torch.float32).split(tokens, dim=2)
     return CacheViews(k, v, k_scale, v_scale, "paged_HND")
 
@@ -138,10 +148,24 @@ class GqaCalls:
     def __post_init__(self) -> None:
         self._known: tuple[Any, CacheViews] | None = None
 
+    @staticmethod
+    def refusal(cache_dtype: str | None, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Why no layer with queries of `dtype` and heads of this size has a cache, in words; None where one may."""
+        if cache_dtype in ("bfloat16", "float16") and cache_dtype != str(dtype).removeprefix("torch."):
+            return f"a {cache_dtype} KV cache with queries of {dtype}: gqa_decode needs one dtype"
+        if cache_dtype == INT4 and head_dim not in ROTATED_DIMS:
+            return f"an {INT4} KV cache with heads of {head_dim}: gqa_decode needs {', '.join(map(str, ROTATED_DIMS))}"
+        return None
+
     @property
     def kind(self) -> str | None:
         """What `kv_append` stores in our page; None where the page is vLLM's."""
         return SCALED.get(self.cache_dtype)
+
+    @property
+    def rotated_kind(self) -> str | None:
+        """What `gqa_decode` has to be told of 4-bit codes."""
+        return self.kind if self.cache_dtype == INT4 else None
 
     @property
     def quantized(self) -> bool:
@@ -221,7 +245,7 @@ class GqaCalls:
         gqa_decode(
             query.unflatten(0, (requests, -1)), views.k, views.v, *scales, layout=views.layout, cache_seqlens=seq_lens,
             block_table=block_table, window=self.window, softcap=self.softcap, alibi_slopes=self.alibi_slopes,
-            s_aux=self.s_aux, softmax_scale=self.scale, num_splits=self.num_splits,
+            s_aux=self.s_aux, softmax_scale=self.scale, num_splits=self.num_splits, kind=self.rotated_kind,
             out=output.unflatten(0, (requests, -1)),
         )  # fmt: skip
 
@@ -248,7 +272,8 @@ class GqaCalls:
             scales = (k_scale, v_scale)
         return gqa_decode(
             query, views.k, views.v, *scales, layout=views.layout, cache_seqlens=lengths, block_table=block_table,
-            causal=False, softmax_scale=self.scale, num_splits=self.num_splits, return_lse=True,
+            causal=False, softmax_scale=self.scale, num_splits=self.num_splits, kind=self.rotated_kind,
+            return_lse=True,
         )  # fmt: skip
 
     def prefills_fresh_tokens(self) -> bool:

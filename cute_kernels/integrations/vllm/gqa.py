@@ -19,6 +19,7 @@ from vllm import envs
 from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.distributed import get_dcp_group
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends import fa_utils, utils
 from vllm.v1.attention.backends.triton_attn import (
@@ -155,7 +156,7 @@ class CuteAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
 
 
 class CuteAttentionBackend(TritonAttentionBackend):
-    """`gqa_decode` for decoding, over 16-bit, FP8 and INT8 caches."""
+    """`gqa_decode` for decoding, over 16-bit, FP8, INT8 and INT4 caches."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", "float16", *FP8, *SCALED]
@@ -205,9 +206,7 @@ class CuteAttentionBackend(TritonAttentionBackend):
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any, **more: Any
     ) -> str | None:
         """Why a model of `dtype` cannot have this cache, in words; None where it can."""
-        if kv_cache_dtype in ("bfloat16", "float16") and kv_cache_dtype != str(dtype).removeprefix("torch."):
-            return f"a {kv_cache_dtype} KV cache with queries of {dtype}: gqa_decode needs one dtype"
-        return None
+        return GqaCalls.refusal(kv_cache_dtype, dtype, head_size)
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
@@ -288,6 +287,8 @@ class CuteAttentionImpl(TritonAttentionImpl):
                 self.calls.max_tokens, self.calls.copied_tokens,
             )  # fmt: skip
             self.calls.flash = None
+        if self.calls.rotated_kind and self.calls.flash is None and current_platform.is_cuda():
+            raise NotImplementedError("cute-kernels: got an INT4 cache; needs prompts that FlashAttention 3 runs")
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Makes float32 of the sinks, which are there now.
@@ -332,7 +333,7 @@ class CuteAttentionImpl(TritonAttentionImpl):
             return output.fill_(0)
         n, tokens = m.num_decode_tokens, m.num_actual_tokens
         if tokens < len(output):
-            output[tokens:].zero_()
+            output[tokens:].zero_()  # rows that pad the step: vLLM takes maxima over all rows
         if self._ranks is not None:
             return attend_with(
                 self._ranks, self.calls, query, key, value, kv_cache, m, layer._k_scale, layer._v_scale, output
@@ -347,8 +348,6 @@ class CuteAttentionImpl(TritonAttentionImpl):
             rows = slice(n, tokens)
             new = (None, None) if key is None else (key[rows], value[rows])
             self._prefill(layer, query[rows], *new, kv_cache, m, output[rows])
-        if tokens < output.shape[0]:
-            output[tokens:].zero_()  # rows that pad the step: vLLM takes maxima over all rows
         return output
 
     def _prefill(

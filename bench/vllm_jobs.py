@@ -15,7 +15,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 PROMPT_TOKENS = (5, 30, 100)
 REFERENCE_TOKENS = 64  # of transformers; the rest must go on counting
 INT8 = "int8_per_token_head"
-CACHES = ("auto", "fp8", INT8)
+TIMED_CACHES = ("auto", "fp8", INT8)
+CACHES = (*TIMED_CACHES, "fp8_per_token_head", "int4_per_token_head")
 PAGE = 16
 
 
@@ -56,15 +57,15 @@ def warm_calls(parts: list[str], max_tokens: int) -> list[tuple[Any, tuple[int, 
     from tests.kit import tiny_models
 
     wanted: list[tuple[Any, tuple[int, ...], tuple[int, ...]]] = []
-    models: list[tuple[int, int, int, tuple[int | None, ...], int, int]] = []
+    models: list[tuple[int, int, int, tuple[int | None, ...], int, int, tuple[str, ...]]] = []
     if "speed" in parts or "first" in parts:
-        models.append((32, 8, 128, (None,), max_tokens, 64))
+        models.append((32, 8, 128, (None,), max_tokens, 64, TIMED_CACHES))
     if "tokens" in parts:
         sizes = tiny_models.SIZES
         heads, kv_heads, d = (int(sizes[k]) for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-        models.append((heads, kv_heads, d, (None, tiny_models.WINDOW), vllm_models.MAX_POSITIONS, 32))
-    for heads, kv_heads, d, windows, longest, batch in models:
-        for cache in CACHES:
+        models.append((heads, kv_heads, d, (None, tiny_models.WINDOW), vllm_models.MAX_POSITIONS, 32, CACHES))
+    for heads, kv_heads, d, windows, longest, batch, caches in models:
+        for cache in caches:
             for window in windows:
                 layer = GqaCalls(heads, kv_heads, d, d**-0.5, cache, window=window, flash=_prompts_are_vllms)
                 for shape in layer.shapes(torch.bfloat16, PAGE, longest):
@@ -126,15 +127,15 @@ def train(options: dict[str, Any], messages: Messages) -> None:
 
 
 def of_transformers(model: Any, prompts: list[list[int]]) -> dict[str, int]:
-    """How many of the requests transformers answers otherwise, by eager attention and over `CuteInt8Cache`."""
+    """How many of the requests transformers answers otherwise, eager and over `CuteInt8Cache` of two kinds."""
     import torch
 
     from bench import vllm_models
     from cute_kernels.integrations import transformers as cute
 
     wrong = {}
-    for kind in ("eager", "cute"):
-        model.set_attn_implementation(kind)
+    for kind in ("eager", "int8", "int4"):
+        model.set_attn_implementation("eager" if kind == "eager" else "cute")
         wrong[kind] = 0
         for length in PROMPT_TOKENS:
             some = [prompt for prompt in prompts if len(prompt) == length]
@@ -142,7 +143,7 @@ def of_transformers(model: Any, prompts: list[list[int]]) -> dict[str, int]:
             found = model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=REFERENCE_TOKENS, do_sample=False,
                 eos_token_id=None, pad_token_id=0,
-                past_key_values=cute.CuteInt8Cache(model.config) if kind == "cute" else None,
+                past_key_values=None if kind == "eager" else cute.CuteInt8Cache(model.config, kind=kind),
             )[:, length:].tolist()  # fmt: skip
             right = [vllm_models.counted_on(prompt, REFERENCE_TOKENS) for prompt in some]
             wrong[kind] += sum(a != b for a, b in zip(found, right, strict=True))

@@ -21,7 +21,6 @@ from tests.kit.vllm_batches import HEADS, KV_HEADS, LIMITS, Batch, draw_batch, e
 
 DEVICE = "cuda"
 HEADS_OF_MLA = (8, 16, 20, 64, 128)
-"""Relative errors against float64 over what was stored."""
 
 
 def kernel_specs() -> list[KernelSpec]:

@@ -187,7 +187,10 @@ def of_transformers(model: Any, attention: str) -> dict[str, Any]:
 
 
 def save_v4(folder: pathlib.Path) -> None:
-    """The configuration of DeepSeek-V4 Flash with four layers, one of each kind and two of one, and eight experts."""
+    """The configuration of DeepSeek-V4 Flash with four layers, one of each kind and two of one, and eight experts.
+
+    All of them take part, so that rounding has no choice to flip.
+    """
     from tests.kit.tiny_models import VOCABULARY
 
     config = {
@@ -196,7 +199,7 @@ def save_v4(folder: pathlib.Path) -> None:
         "num_key_value_heads": 1, "head_dim": 512, "qk_rope_head_dim": 64, "q_lora_rank": 1024, "o_lora_rank": 1024,
         "o_groups": 8, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512, "sliding_window": 128,
         "compress_ratios": [0, 4, 128, 4], "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6,
-        "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 6, "num_hash_layers": 1,
+        "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 8, "num_hash_layers": 1,
         "topk_method": "noaux_tc", "scoring_func": "sqrtsoftplus", "norm_topk_prob": True, "swiglu_limit": 10.0,
         "routed_scaling_factor": 1.5, "expert_dtype": "fp8", "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-6,
         "hidden_act": "silu", "max_position_embeddings": 8192, "rope_theta": 10000.0, "compress_rope_theta": 160000.0,
@@ -315,7 +318,12 @@ def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
     """How far two runs differ in the distance between a position's two best scores, at most."""
     best = np.argsort(a["logp"], -1)[..., -2:]
     gap_a, gap_b = (np.diff(np.take_along_axis(run["logp"], best, -1), axis=-1) for run in (a, b))
-    return float(np.abs(gap_a - gap_b).max())
+    return float(np.where(_numberless(a, b)[..., None], 0.0, np.abs(gap_a - gap_b)).max())
+
+
+def _numberless(a: dict[str, Any], b: dict[str, Any]) -> Any:
+    """Positions at which the scores of one of two runs are no numbers."""
+    return np.isnan(a["logp"]).any(-1) | np.isnan(b["logp"]).any(-1)
 
 
 def compared(
@@ -323,12 +331,14 @@ def compared(
 ) -> dict[str, Any]:
     """Positions at which two runs say different tokens: near ties, whose scores are within `near`, and wrong ones.
 
-    Of the latter, those that are `excused`, (request, position), count as "otherwise": other keys were chosen.
+    Of the latter, those that are `excused`, (request, position), count as "otherwise": other keys were chosen. Scores
+    that are no numbers are wrong whatever the tokens are.
     """
     both = [i for i in a["requests"] if i in b["requests"]]
     a, b = ({key: run[key][[run["requests"].index(i) for i in both]] for key in ("chosen", "logp")} for run in (a, b))
     gaps, wrong, otherwise, where = [0.0], 0, 0, list[list[Any]]()
-    for place in zip(*np.nonzero(a["chosen"] != b["chosen"]), strict=True):
+    numberless = _numberless(a, b)
+    for place in zip(*np.nonzero((a["chosen"] != b["chosen"]) & ~numberless), strict=True):
         pair = [a["chosen"][place], b["chosen"][place]]
         gaps.append(max(abs(float(run["logp"][place][pair[0]] - run["logp"][place][pair[1]])) for run in (a, b)))
         if gaps[-1] > near:
@@ -336,9 +346,11 @@ def compared(
             wrong, otherwise = wrong + (not excuse), otherwise + excuse
             if not excuse:
                 where.append([both[place[0]], int(place[1]), round(gaps[-1], 3)])
+    lost = [[both[i], int(j), None] for i, j in zip(*np.nonzero(numberless), strict=True)]
     return {
-        "tokens": a["chosen"].size, "differ": len(gaps) - 1, "wrong": wrong, "otherwise": otherwise, "gap": max(gaps),
-        "scores": distance(a, b), **({"where": where[:8]} if where else {}),
+        "tokens": a["chosen"].size, "differ": len(gaps) - 1 + len(lost), "wrong": wrong + len(lost),
+        "otherwise": otherwise, "gap": max(gaps), "scores": distance(a, b),
+        **({"where": [*lost[:8], *where[:8]]} if lost or where else {}),
     }  # fmt: skip
 
 

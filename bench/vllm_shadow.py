@@ -33,9 +33,16 @@ def attention_of_v4(worker: Any) -> None:
 
 
 def apart(ours: Any, theirs: Any) -> Any:
-    """How far two outputs (..., d) are apart: the longest difference of a row over that row's length, on the GPU."""
+    """Of two outputs (..., d), three numbers on the GPU: how far rows are apart, and how many have no numbers in each.
+
+    Far is the longest difference of a row over that row's length.
+    """
+    import torch
+
     ours, theirs = ours.float(), theirs.float()
-    return ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-6)).amax()
+    lost = [rows.isnan().any(-1) for rows in (ours, theirs)]
+    far = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-6)
+    return torch.stack([far.masked_fill(lost[0] | lost[1], 0).amax(), *(rows.sum().float() for rows in lost)])
 
 
 def indexer(worker: Any) -> None:
@@ -79,7 +86,10 @@ def seen(worker: Any) -> dict[str, Any]:
     found = worker.shadow
     result = {"calls": found["calls"]}
     if found.get("apart"):
-        result["apart"] = float(torch.stack(found["apart"]).amax())
+        rows = torch.stack(found["apart"]).double()
+        result |= {
+            "apart": float(rows[:, 0].amax()), "ours_lost": int(rows[:, 1].sum()), "theirs_lost": int(rows[:, 2].sum())
+        }  # fmt: skip
     if found.get("rows"):
         rows = torch.cat(found["rows"]).double()
         other = rows[:, 0] > 0

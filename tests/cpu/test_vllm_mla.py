@@ -107,6 +107,14 @@ def test_near_ties_are_told_from_wrong_tokens(requests: Requests) -> None:
     assert lone["ours-eager", "stock-eager"]["wrong"] == 1, "of one engine alone eager and graph runs differ by 0.5"
 
 
+def test_scores_that_are_no_numbers_are_wrong(requests: Requests) -> None:
+    a, b = run(requests, {}), run(requests, {})
+    a["logp"][1, 5] = np.nan
+    found = vllm_mla.compared(a, b, 9.0)
+    assert (found["differ"], found["wrong"], found["where"]) == (1, 1, [[1, 5, None]])
+    assert found["scores"] == 0 and json.dumps(found, allow_nan=False)
+
+
 def test_a_token_of_other_keys_is_told_from_a_wrong_one(requests: Requests) -> None:
     """Only where our engine, given the keys of the other, agrees with it."""
     runs = {

@@ -92,4 +92,10 @@ def test_calls_of_v4_run_on_both(monkeypatch: pytest.MonkeyPatch) -> None:
     out = torch.zeros(2, 1, 64, 16, dtype=torch.bfloat16)
     result, _ = module.flash_mla_with_kvcache(q=None, out=out)
     assert seen == ["ours", "theirs"] and result is out and out[1, 0, 0, 3] == 1.5, "the layer reads ours"
-    assert vllm_shadow.seen(worker) == {"calls": 1, "apart": pytest.approx(0.5 / 4)}
+    assert vllm_shadow.seen(worker) == {"calls": 1, "apart": pytest.approx(0.5 / 4), "ours_lost": 0, "theirs_lost": 0}
+
+
+def test_rows_without_numbers_are_counted() -> None:
+    ours, theirs = torch.ones(2, 3, 4), torch.ones(2, 3, 4)
+    ours[0, 1, 2] = ours[1, 1, 0] = theirs[0, 1, 3] = torch.nan
+    assert vllm_shadow.apart(ours, theirs).tolist() == [0, 2, 1]

@@ -161,7 +161,7 @@ def plan(tmp_path: Path, *arguments: str) -> dict[str, Job]:
 def test_the_plan_begins_with_what_tells_most(tmp_path: Path) -> None:
     found = plan(tmp_path, "--parts", "tokens,speed,sparse,layers")
     engines = [job for job in found.values() if job.kind == "serve"]
-    assert len(engines) == 20 and [job.name for job in engines][0] == "llama-int8_per_token_head-graphs"
+    assert len(engines) == 18 and [job.name for job in engines][0] == "llama-int8_per_token_head-graphs"
     assert {job.phase for job in found.values() if job.kind == "measure"} == {0}
     assert found["layers"].phase > max(job.phase for job in engines) > found["sparse"].phase > engines[0].phase
     events = {"warm over", "card", "saved llama", "saved gpt_oss", "train-llama over", "train-gpt_oss over"}

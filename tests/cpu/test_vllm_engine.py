@@ -57,7 +57,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "llama-fp8-flash": {"kv_cache_dtype": "fp8"},
     f"gpt_oss-{INT8}-flash": {"kv_cache_dtype": INT8},
     "gpt_oss-fp8_per_token_head-flash": {"kv_cache_dtype": "fp8_per_token_head"},
-    "gpt_oss-int4_per_token_head-flash": {"kv_cache_dtype": "int4_per_token_head"},
+    "llama-int4_per_token_head-flash": {"kv_cache_dtype": "int4_per_token_head", "block_size": 48},
     "llama-prefix-flash": {"kv_cache_dtype": INT8, "enable_prefix_caching": True},
 }
 """Engines, by names that begin with that of a model; prompts of those that end with "flash" run as on a GPU."""

@@ -46,26 +46,39 @@ def apart(ours: Any, theirs: Any) -> Any:
 
 
 def indexer(worker: Any) -> None:
-    """From now on each choice of `index_decode` is held against the scores that DeepGEMM makes."""
+    """From now on each choice of `index_decode`, and vLLM's own, is held against the scores that DeepGEMM makes."""
     from cute_kernels.integrations.vllm import indexer as hooks
 
-    choose, found = hooks.choose, {"calls": 0, "rows": []}  # type: ignore[var-annotated]
+    choose, found = hooks.choose, {"calls": 0, "rows": [], "theirs": []}  # type: ignore[var-annotated]
     worker.shadow = found
 
     def both(logits: Any, seq_lens: Any, topk_indices: Any, topk: int) -> None:
         choose(logits, seq_lens, topk_indices, topk)
         if isinstance(logits, hooks.Unscored):
+            scores = logits.make()
             found["calls"] += 1
-            found["rows"].append(lacking(logits.make(), seq_lens, topk_indices[:, :topk]))
+            found["rows"].append(lacking(scores, seq_lens, topk_indices[:, :topk]))
+            found["theirs"].append(lacking(scores, seq_lens, chosen_by_vllm(scores, seq_lens, topk)))
 
     hooks.choose = both
 
 
-def lacking(scores: Any, seq_lens: Any, chosen: Any) -> Any:
-    """Of rows of scores (rows, width) and positions (rows, topk), three numbers each, on the GPU.
+def chosen_by_vllm(scores: Any, seq_lens: Any, topk: int) -> Any:
+    """What vLLM 0.26 chooses of at most 32 rows, (rows, topk) int32."""
+    import torch
 
-    How many keys were chosen whose score is below the topk-th, how far the lowest one is below it, and the largest
-    score. A row has no more keys than its length; -1 fills what it has too few keys for.
+    chosen = torch.full((len(scores), topk), -1, dtype=torch.int32, device=scores.device)
+    workspace = torch.empty(1 << 20, dtype=torch.uint8, device=scores.device)
+    torch.ops._C.cooperative_topk(scores, seq_lens, chosen, workspace, topk, scores.shape[1])
+    return chosen
+
+
+def lacking(scores: Any, seq_lens: Any, chosen: Any) -> Any:
+    """Of rows of scores (rows, width) and positions (rows, topk), four numbers each, on the GPU.
+
+    How many keys were chosen whose score is below the topk-th, how far the lowest one is below it, the largest score,
+    and how many keys have the topk-th score and were not chosen. A row has no more keys than its length; -1 fills what
+    it has too few keys for.
     """
     import torch
 
@@ -74,8 +87,9 @@ def lacking(scores: Any, seq_lens: Any, chosen: Any) -> Any:
     most = min(chosen.shape[1], scores.shape[1])
     last = seen.topk(most, dim=1).values[:, -1:]  # -inf in rows with fewer keys
     given = torch.where(chosen >= 0, seen.gather(1, chosen.clamp(min=0).long()), torch.inf)
+    equal = ((seen == last).sum(1) - (given == last).sum(1)) * last[:, 0].isfinite()
     return torch.stack(
-        [(given < last).sum(1).float(), (last - given.amin(1, True)).clamp(min=0)[:, 0], seen.amax(1)], 1
+        [(given < last).sum(1).float(), (last - given.amin(1, True)).clamp(min=0)[:, 0], seen.amax(1), equal.float()], 1
     )
 
 
@@ -91,11 +105,12 @@ def seen(worker: Any) -> dict[str, Any]:
             "apart": float(rows[:, 0].amax()), "ours_lost": int(rows[:, 1].sum()), "theirs_lost": int(rows[:, 2].sum())
         }  # fmt: skip
     if found.get("rows"):
-        rows = torch.cat(found["rows"]).double()
-        other = rows[:, 0] > 0
+        rows, theirs = (torch.cat(found[who]).double() for who in ("rows", "theirs"))
         result |= {
-            "rows": len(rows), "rows_with_others": int(other.sum()), "most_others": int(rows[:, 0].amax()),
+            "rows": len(rows), "rows_with_others": int((rows[:, 0] > 0).sum()), "most_others": int(rows[:, 0].amax()),
             "furthest_below": float(rows[:, 1].amax()), "largest_score": float(rows[:, 2].amax()),
+            "rows_with_ties": int((rows[:, 3] > 0).sum()), "theirs_with_others": int((theirs[:, 0] > 0).sum()),
+            "theirs_furthest_below": float(theirs[:, 1].amax()),
         }  # fmt: skip
     return result
 

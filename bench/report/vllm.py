@@ -180,11 +180,18 @@ def shadow(found: Mapping[str, Any]) -> str:
     """What two kernels answered to the same calls, in words; see bench/vllm_shadow.py."""
     if "apart" in found:
         return f"In {plain(found['calls'])} calls rows of FlashMLA's output are at most {short(found['apart'])} away."
-    return (
-        f"Our indexer chose the keys of {plain(found['rows'])} rows; in {plain(found['rows_with_others'])} of them"
-        f" DeepGEMM's scores prefer another, by at most {short(found['furthest_below'])}"
-        f" beside scores of up to {short(found['largest_score'])}."
+    rows, others = plain(found["rows"]), found["rows_with_others"]
+    lacks = (
+        f"; in {plain(others)} of them DeepGEMM's scores prefer another key" if others else ", none of which lacks a"
     )
+    how = f", by at most {short(found['furthest_below'])}" if others else " key that DeepGEMM's scores prefer"
+    said = f"Our indexer chose {rows} rows of keys{lacks}{how}."
+    if "rows_with_ties" in found:
+        said += (
+            f" {plain(found['rows_with_ties'])} of them end among keys of one score, of which vLLM's top-k may choose"
+            f" others, and it lacked a key in {plain(found['theirs_with_others'])}."
+        )
+    return said
 
 
 SHARES = ("attention", "indexer", "top-k", "slots", "rest")

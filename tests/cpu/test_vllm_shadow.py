@@ -47,6 +47,15 @@ def test_a_key_below_the_last_is_found_with_how_far_it_is() -> None:
     assert found[:, 0].tolist() == [0, 1, 0] and found[1, 1] == last - made[1, lowest] > 0
 
 
+def test_keys_of_the_last_score_are_counted() -> None:
+    made, chosen = scores(), best(scores())
+    last = made[0, chosen[0, -1].long()].clone()
+    left = [i for i in range(WIDTH) if i not in chosen[0].tolist()][:2]
+    made[0, left] = last
+    found = vllm_shadow.lacking(made, LENGTHS, chosen)
+    assert found[:, 3].tolist() == [2, 0, 0] and not found[:, :2].any()
+
+
 def test_choices_of_an_engine_are_held_against_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     made = scores()
     wrong = best(made)
@@ -57,6 +66,7 @@ def test_choices_of_an_engine_are_held_against_scores(monkeypatch: pytest.Monkey
         topk_indices.copy_(next(answers))
 
     monkeypatch.setattr(hooks, "choose", choose)
+    monkeypatch.setattr(vllm_shadow, "chosen_by_vllm", lambda *arguments: wrong)
     worker = SimpleNamespace()
     vllm_shadow.indexer(worker)
     q = torch.zeros(3, 1, 64, 128, dtype=torch.float32)
@@ -65,8 +75,8 @@ def test_choices_of_an_engine_are_held_against_scores(monkeypatch: pytest.Monkey
     for logits in (unscored, unscored, made):
         hooks.choose(logits, LENGTHS, out, TOPK)
     found = vllm_shadow.seen(worker)
-    assert {key: found[key] for key in ("calls", "rows", "rows_with_others", "most_others")} == {
-        "calls": 2, "rows": 6, "rows_with_others": 1, "most_others": 1,
+    assert {key: found[key] for key in ("calls", "rows", "rows_with_others", "most_others", "theirs_with_others")} == {
+        "calls": 2, "rows": 6, "rows_with_others": 1, "most_others": 1, "theirs_with_others": 2,
     }, "made logits come from a call that index_decode does not take"  # fmt: skip
     assert found["furthest_below"] == pytest.approx(float(made[0].topk(TOPK).values[-1] - made[0].amin()))
 

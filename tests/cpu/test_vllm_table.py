@@ -87,7 +87,13 @@ def test_what_two_kernels_answered_is_said_in_words() -> None:
     engines = {"a": {"start_s": 9.0, "shadow": {"calls": 5, "apart": 0.004}}, "b": {"shadow": indexed}}
     said = vllm.mla_started({"mla-tokens": {"engines": engines}})
     assert "In 5 calls rows of FlashMLA's output are at most 0.004 away." in said
-    assert "keys of 20 rows; in 1 of them DeepGEMM's scores prefer another, by at most 9.54e-07 beside" in said
+    assert (
+        "Our indexer chose 20 rows of keys; in 1 of them DeepGEMM's scores prefer another key, by at most 9.5" in said
+    )
+    ties = {**indexed, "rows_with_others": 0, "rows_with_ties": 7, "theirs_with_others": 2}
+    said = vllm.shadow(ties)
+    assert "20 rows of keys, none of which lacks a key that DeepGEMM's scores prefer. 7 of them end among" in said
+    assert said.endswith("it lacked a key in 2.")
 
 
 def test_what_was_not_measured_has_no_table() -> None:

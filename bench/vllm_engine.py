@@ -37,6 +37,8 @@ WAYS = (AS_CHOSEN, PLAINEST)
 """How an engine is started: as vLLM chooses, which is its second model runner for a Llama; where that fails, the first
 runner, without vLLM's compiled operators for norms and activations."""
 
+SUMMED = "hc_attn_fn_broadcast"
+"""An attribute of a layer of DeepSeek-V4, a sum of its weights."""
 FIRST, SPANS, SPAN = 8, 3, 20
 """Steps that go by before time is taken, and spans of so many steps, whose median counts."""
 STEPS = FIRST + SPANS * SPAN + 2
@@ -105,9 +107,17 @@ def finish_dummy_weights() -> None:
 
 
 def finish_weights(model: Any) -> None:
-    """What DeepSeek-V4's class does after it has read its weights; nothing for other models."""
+    """What DeepSeek-V4's class does after it has read its weights; nothing for other models.
+
+    It makes a new tensor of some weights each time; graphs go on to read the one that they have been captured with.
+    """
+    inner = getattr(model, "model", None)
+    layers = [layer for layer in getattr(inner, "layers", ()) if getattr(layer, SUMMED, None) is not None]
+    old = [getattr(layer, SUMMED) for layer in layers]
     for name in ("finalize_mega_moe_weights", "finalize_mhc_broadcast_weights"):
-        getattr(getattr(model, "model", None), name, lambda: None)()
+        getattr(inner, name, lambda: None)()
+    for layer, tensor in zip(layers, old, strict=True):
+        setattr(layer, SUMMED, tensor.copy_(getattr(layer, SUMMED)))
 
 
 def engine(options: dict[str, Any]) -> Any:

@@ -172,6 +172,23 @@ def test_choices_are_kept_and_given_by_request_and_position(tmp_path: Path) -> N
         vllm_choices.keep(SimpleNamespace(model_runner=SimpleNamespace(get_model=torch.nn.Identity)), 6)
 
 
+def test_sums_of_new_weights_land_where_graphs_read() -> None:
+    """A graph of DeepSeek-V4's first layer goes on to read the tensor with which it was captured."""
+    layers = [SimpleNamespace(hc_attn_fn=torch.ones(3, 8), hc_attn_fn_broadcast=None) for _ in range(2)]
+
+    def finalize() -> None:
+        layers[0].hc_attn_fn_broadcast = layers[0].hc_attn_fn.view(3, 4, 2).sum(1)
+
+    model = SimpleNamespace(model=SimpleNamespace(layers=layers, finalize_mhc_broadcast_weights=finalize))
+    vllm_engine.finish_weights(model)
+    read = layers[0].hc_attn_fn_broadcast
+    layers[0].hc_attn_fn.fill_(2)
+    vllm_engine.finish_weights(model)
+    assert layers[0].hc_attn_fn_broadcast is read and read.tolist() == [[8, 8]] * 3
+    assert layers[1].hc_attn_fn_broadcast is None
+    vllm_engine.finish_weights(torch.nn.Identity())
+
+
 def test_what_is_asked_is_below_and_beyond_the_topk() -> None:
     asked = vllm_mla.asked()
     lengths = [len(prompt) for prompt, _ in asked]

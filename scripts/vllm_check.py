@@ -70,7 +70,7 @@ WAYS_OF_MLA = (
 """Our plugin or vLLM as it is; full CUDA graphs of decoding, also with a token that the model drafts. "given" is eager
 and sees the keys that the indexer of "stock-eager" has chosen. "index" has our indexer too; the eager engine holds it
 against DeepGEMM's scores, call by call."""
-WAYS_OF_V4 = ("stock-eager", "ours-eager", "stock-graphs", "ours-graphs")
+WAYS_OF_V4 = ("stock-eager", "ours-eager", "stock-graphs", "ours-graphs", "ours-index")
 BYTES = {"auto": 256, "fp8": 128, INT8: 132}  # of a head and token
 ENGINE_GB = 6.0  # of a timed engine, without its cache
 SLOTS = 7

@@ -13,7 +13,7 @@ Parts, each of which adds to the file what it finds as soon as it has it:
     first    time to the first token of prompts, by the same backends
     mla-tokens  small DeepSeek-V3.2 and GLM-5: with our plugin and without it, eager and in graphs, every token is the
              same but for near ties, and transformers' below the top-k; prompts of 1 to 4,000 tokens in parts, prefix
-             caching, a draft token. `--models v4-64` has DeepSeek-V4 instead, which no card has run yet
+             caching, a draft token. `--models v4-64` has DeepSeek-V4 instead
     mla-steps   a decoding step of DeepSeek-V3.2's shapes, with our plugin and without it, and the shares of kernels
     sparse   sparse MLA: FlashMLA's time and ours, by vLLM's own forward
     prompts  attention of prompts, fresh ones and those with tokens in the cache: ours, vLLM's, sink_attention

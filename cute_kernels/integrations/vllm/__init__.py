@@ -28,8 +28,8 @@ def register(untested: bool = False) -> None:
 
     Args:
         untested: turn on what needs no flag in any version of vLLM, not only in those of `TESTED`, and the choice of
-            the sparse indexer by `index_decode` or `index_topk`, which no engine has run. Your own plugin may call
-            `register(untested=True)`.
+            the sparse indexer by `index_decode` or `index_topk`, which an engine of 0.26 alone has run. Your own plugin
+            may call `register(untested=True)`.
     """
     tested = "tested with vLLM " + " and ".join(TESTED)
     try:

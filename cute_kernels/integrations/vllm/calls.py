@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.gqa.append_op import kv_append
-from cute_kernels.gqa.layouts import ROTATED_DIMS
 from cute_kernels.gqa.op import gqa_decode
 from cute_kernels.gqa.plan import MAX_S_Q
 from cute_kernels.mla.op import mla_fp8_decode
@@ -153,8 +152,8 @@ class GqaCalls:
         """Why no layer with queries of `dtype` and heads of this size has a cache, in words; None where one may."""
         if cache_dtype in ("bfloat16", "float16") and cache_dtype != str(dtype).removeprefix("torch."):
             return f"a {cache_dtype} KV cache with queries of {dtype}: gqa_decode needs one dtype"
-        if cache_dtype == INT4 and head_dim not in ROTATED_DIMS:
-            return f"an {INT4} KV cache with heads of {head_dim}: gqa_decode needs {', '.join(map(str, ROTATED_DIMS))}"
+        if cache_dtype == INT4 and head_dim > FLASH_DIM:
+            return f"an {INT4} KV cache with heads of {head_dim}: gqa_decode needs {FLASH_DIM} or fewer"
         return None
 
     @property

@@ -16,7 +16,8 @@ FLASHMLA_OF_V4: Final = "vllm.models.deepseek_v4.nvidia.flashmla"
 def attention_of_v4(worker: Any) -> None:
     """From now on each decoding call of V4 runs on FlashMLA too, whose output nobody reads."""
     module = importlib.import_module(FLASHMLA_OF_V4)
-    ours, found = module.flash_mla_with_kvcache, {"calls": 0, "apart": []}  # type: ignore[var-annotated]
+    ours = module.flash_mla_with_kvcache
+    found: dict[str, Any] = {"calls": 0, "apart": []}
     worker.shadow = found
 
     def both(**arguments: Any) -> Any:
@@ -49,7 +50,8 @@ def indexer(worker: Any) -> None:
     """From now on each choice of `index_decode`, and vLLM's own, is held against the scores that DeepGEMM makes."""
     from cute_kernels.integrations.vllm import indexer as hooks
 
-    choose, found = hooks.choose, {"calls": 0, "rows": [], "theirs": []}  # type: ignore[var-annotated]
+    choose = hooks.choose
+    found: dict[str, Any] = {"calls": 0, "rows": [], "theirs": []}
     worker.shadow = found
 
     def both(logits: Any, seq_lens: Any, topk_indices: Any, topk: int) -> None:

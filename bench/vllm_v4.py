@@ -133,6 +133,6 @@ def task(name: str, arguments: tuple[Any, ...]) -> str:
 def compile_ahead(options: dict[str, Any], messages: Messages) -> None:
     """All of them, one process a core; sends "ahead", a line of each. What fails here, an engine says in full."""
     context, processes = multiprocessing.get_context("spawn"), min(len(TASKS), len(os.sched_getaffinity(0)))
-    with concurrent.futures.ProcessPoolExecutor(processes, context, max_tasks_per_child=1) as pool:
+    with concurrent.futures.ProcessPoolExecutor(processes, context) as pool:
         for done in concurrent.futures.as_completed([pool.submit(task, *one) for one in TASKS]):
             messages.send("ahead", done.result())

@@ -129,6 +129,20 @@ def test_a_token_of_other_keys_is_told_from_a_wrong_one(requests: Requests) -> N
     assert (case["differ"], case["wrong"], case["otherwise"]) == (1, 1, 0), "with the same keys nothing is excused"
 
 
+def test_with_the_same_keys_near_is_what_short_requests_say(
+    requests: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_mla, "SHORT", [0, 1])
+    names = ("ours-eager", "stock-eager", "ours-graphs", "stock-graphs")
+    runs = {(name, "all"): run(requests, {}) for name in names}
+    runs["ours-given", "all"] = run(requests, {(2, 3): 0.5})
+    runs["stock-eager", "all"]["logp"][2, 7, requests[2][1][7]] += 20.0
+    found = vllm_mla.cases(runs)
+    assert found["near"] == pytest.approx(20) and found["sure"] == 0
+    (case,) = (case for case in found["cases"] if case["a"] == "ours-given")
+    assert (case["differ"], case["wrong"], case["where"][0][:2]) == (1, 1, [2, 3])
+
+
 class Indexer(torch.nn.Module):
     """A layer's, whose choices are random."""
 

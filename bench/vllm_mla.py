@@ -86,7 +86,11 @@ def asked() -> list[tuple[list[int], list[int]]]:
 
 
 def untrained(name: str) -> Any:
-    """A model of `MODELS` with random weights."""
+    """A model of `MODELS` with random weights.
+
+    No token pads: its embedding would be zero, all keys would have one score in its first layer, and which of them are
+    chosen would be anyone's choice.
+    """
     from tests.kit import tiny_models
 
     kind, heads, index_heads = MODELS[name]
@@ -94,7 +98,7 @@ def untrained(name: str) -> Any:
     return tiny_models.untrained(
         kind, num_attention_heads=heads, num_key_value_heads=heads, index_n_heads=index_heads, index_head_dim=128,
         index_topk=TOPK, hidden_size=256, intermediate_size=256, max_position_embeddings=8192, initializer_range=0.05,
-        **more,
+        pad_token_id=None, **more,
     )  # fmt: skip
 
 

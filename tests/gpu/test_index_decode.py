@@ -1,5 +1,6 @@
 """Queries and keys of the indexer to slots: logits against float64, and the choice exactly that of these logits."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from cute_kernels.indexer.reference import index_topk_reference
 from cute_kernels.indexer.score_spec import shipped_specs
 from cute_kernels.runtime import memory
 from fp8_mla import reference_index_logits, slots_from_block_table
+from tests.kit import index_ranks
 from tests.kit.index_cases import index_call, on_gpu
 
 LENGTHS = [700, 0, 65, 64, 63, 1, 2100, 15]
@@ -171,6 +173,11 @@ def test_other_cards_choose_the_same(num_sms: int, monkeypatch: pytest.MonkeyPat
     decode_op._prepared.clear()
     assert torch.equal(index_decode(**call), whole)
     decode_op._prepared.clear()
+
+
+def test_tensor_parallel_ranks_choose_the_same(tmp_path: Path) -> None:
+    """Two processes; one plans for a card of 78 SMs, beside other work on its card."""
+    assert index_ranks.run(tmp_path / "group", "cuda") == [[], []]
 
 
 def test_append_index_and_lengths_in_one_graph() -> None:

@@ -4,7 +4,6 @@ One test compares with the method of an installed SGLang, whose kernels plain to
 """
 
 import ast
-import enum
 import types
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +14,11 @@ import torch
 from cute_kernels import index_topk
 from cute_kernels.integrations import on_import, sglang_indexer
 from cute_kernels.integrations import sglang as plugin
-from fp8_mla import reference_index_decode, reference_index_logits
+from fp8_mla import reference_index_logits
 from tests.cpu.test_sglang import ATTENTION, installed_package
-from tests.kit.index_cases import index_call, logits_of, table_of
+from tests.kit.index_cases import logits_of, table_of
+from tests.kit.sglang_index_call import TOPK, Call
 
-TOPK, LENGTHS = 64, [300, 65, 130]
 COUNTS = {"decoding": [1, 1, 1], "verification": [3, 3, 3], "drafts of other lengths": [2, 3, 1], "many": [9, 9, 9]}
 
 
@@ -28,73 +27,6 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
     monkeypatch.setattr(sglang_indexer, "say_once", lines.append)
     return lines
-
-
-class TopkBackend(enum.Enum):
-    SGL_KERNEL, TORCH = "sgl-kernel", "torch"
-
-    def is_sgl_kernel(self) -> bool:
-        return self is TopkBackend.SGL_KERNEL
-
-
-class TopkTransformMethod(enum.IntEnum):
-    PAGED, RAGGED = 1, 2
-
-
-class Call:
-    """Queries of a step as SGLang has them: a row of tables and lengths each, and rows of padding behind them."""
-
-    def __init__(self, counts: list[int], heads: int = 16, padding: int = 0, fuses: bool = True) -> None:
-        made = index_call(LENGTHS, heads=heads, max_pages=6)
-        gen = torch.Generator().manual_seed(1)
-        repeats, self.real = torch.tensor(counts), sum(counts)
-        tokens, self.topk = self.real + padding, TOPK
-        self.q = torch.randn(tokens, heads, 128, generator=gen).to(torch.float8_e4m3fn)
-        self.weights = torch.randn(tokens, heads, 1, generator=gen)
-        self.keys = made["k_cache"].flatten(1)
-        self.table = made["block_table"].repeat_interleave(repeats, 0)
-        last = [length - count + 1 + i for length, count in zip(LENGTHS, counts, strict=True) for i in range(count)]
-        self.lengths = torch.tensor(last, dtype=torch.int32)
-        self.metadata = types.SimpleNamespace(
-            get_page_table_64=lambda: self.table, get_seqlens_expanded=lambda: self.lengths,
-            get_seqlens_int32=lambda: made["cache_seqlens"], get_dsa_extend_len_cpu=lambda: counts,
-            force_unfused_topk=False, topk_backend=TopkBackend.SGL_KERNEL, paged_mqa_schedule_metadata="a plan",
-            topk_transform_method=TopkTransformMethod.PAGED, attn_metadata=types.SimpleNamespace(page_size=64),
-        )  # fmt: skip
-        self.pool = types.SimpleNamespace(index_page_size=64, get_index_k_with_scale_buffer=lambda layer_id: self.keys)
-        switch = types.SimpleNamespace(get=lambda: fuses)
-        self.module: Any = types.ModuleType("dsa_indexer")
-        vars(self.module).update(
-            get_token_to_kv_pool=lambda: self.pool, envs=types.SimpleNamespace(SGLANG_DSA_FUSE_TOPK=switch)
-        )
-        self.indexer: Any = types.SimpleNamespace(
-            index_topk=TOPK, num_init_tokens=0, num_local_tokens=0,
-            _get_index_k_read_buffer=lambda pool, layer_id: pool.get_index_k_with_scale_buffer(layer_id=layer_id),
-        )  # fmt: skip
-
-    def arguments(self) -> dict[str, Any]:
-        return {
-            "forward_batch": None, "layer_id": 5, "q_fp8": self.q, "weights": self.weights, "metadata": self.metadata
-        }  # fmt: skip
-
-    def run(self, original: Any = None) -> Any:
-        """The hook's result, or `original`'s where the call is not taken."""
-        self.module.Indexer = type("Indexer", (), {"_get_topk_paged": original or (lambda *args, **kwargs: kwargs)})
-        for _ in range(2):
-            sglang_indexer.change_indexer(self.module)
-        method = self.module.Indexer._get_topk_paged
-        assert not hasattr(method.__wrapped__, "__wrapped__")
-        return method(self.indexer, **self.arguments())
-
-    def expected(self, positions: bool = False) -> torch.Tensor:
-        """Each query alone, by the definition."""
-        found = reference_index_decode(
-            self.q[: self.real, None], self.weights[: self.real].squeeze(2)[:, None], self.keys.unflatten(1, (64, 132)),
-            block_table=self.table, cache_seqlens=self.lengths, topk=TOPK,
-            first=self.indexer.num_init_tokens, last=self.indexer.num_local_tokens,
-        )[int(positions)].flatten(0, 1)  # fmt: skip
-        padding = torch.full((len(self.q) - self.real, TOPK), -1, dtype=torch.int32)
-        return torch.cat([found, padding])
 
 
 @pytest.mark.parametrize("heads", [16, 64])
@@ -133,8 +65,14 @@ def test_positions_where_the_attention_looks_up_slots(forced: bool, said: list[s
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ("call.metadata.topk_backend = TopkBackend.TORCH", "--dsa-topk-backend torch asks for another kernel"),
-        ("call.metadata.topk_transform_method = TopkTransformMethod.RAGGED", "RAGGED: needs PAGED"),
+        (
+            "call.metadata.topk_backend = type(call.metadata.topk_backend).TORCH",
+            "--dsa-topk-backend torch asks for another kernel",
+        ),
+        (
+            "call.metadata.topk_transform_method = type(call.metadata.topk_transform_method).RAGGED",
+            "RAGGED: needs PAGED",
+        ),
         ("call.metadata.attn_metadata.page_size = 1", "64 a page, and 1 latents"),
         ("call.keys = call.keys[:, :-4]", "keys in (12, 8444)"),
         ("call.table = call.table[:-1]", "3 queries, 3 of them real, with 2 tables and 3 lengths"),
@@ -158,7 +96,7 @@ def test_positions_where_the_attention_looks_up_slots(forced: bool, said: list[s
 )
 def test_what_is_not_taken_stays_with_sglang(change: str, word: str, said: list[str]) -> None:
     call = Call([1, 1, 1])
-    exec(change, {"call": call, "torch": torch, **globals()})
+    exec(change, {"call": call, "torch": torch})
     assert call.run() == call.arguments()
     assert len(said) == 1 and said[0].startswith("DeepGEMM scores the keys of the sparse indexer: ") and word in said[0]
 

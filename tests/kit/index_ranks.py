@@ -54,7 +54,7 @@ def _differences(rank: int, device: str) -> list[str]:
     busy = device == "cuda" and rank == WORLD - 1
     if busy:
         known = memory.constants(torch.device("cuda", torch.cuda.current_device()))
-        memory.constants = lambda device: known._replace(num_sms=78)  # type: ignore[assignment]
+        memory.constants = lambda device: known._replace(num_sms=78)
     found = []
     for name, choose in _choices(device).items():
         for i in range(CALLS):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from cute_kernels import mla_fp8_decode
+from cute_kernels.integrations import sglang_indexer
 from cute_kernels.integrations.hooks import or_original, say_once
 from cute_kernels.integrations.on_import import change_on_import
 from cute_kernels.integrations.padded_heads import V4Decode, device_refusal, real_heads
@@ -30,12 +31,18 @@ MAX_HEADS = 128
 logger = logging.getLogger(__name__)
 
 
-def register() -> None:
+def register(untested: bool = False) -> None:
     """Changes sparse MLA and DeepSeek-V4 when SGLang imports them, and adds the attention backend.
 
     A second call changes nothing. An SGLang without what the backend is added by serves without it, after a warning.
+
+    Args:
+        untested: the sparse indexer too. Its choice is not SGLang's, key by key, and no engine has run it. Your own
+            plugin may call `register(untested=True)`.
     """
     change_on_import(CHANGES)
+    if untested:
+        change_on_import(sglang_indexer.CHANGES)
     try:
         _add_backend()
     except Exception as error:  # whatever another version has done to its private modules

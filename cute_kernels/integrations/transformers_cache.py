@@ -61,6 +61,14 @@ class Positions:
 
         return self._once("lengths", (batch, length, device), make)
 
+    def table(self, batch: int, pages: int, device: torch.device) -> torch.Tensor:
+        """(batch, pages) int32: pages of each sequence, one sequence after the other."""
+
+        def make() -> torch.Tensor:
+            return torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
+
+        return self._once("table", (batch, pages, device), make)
+
     def _once(self, name: str, key: Any, make: Any) -> torch.Tensor:
         known = self._known.get(name)
         if known is None or known[0] != key:

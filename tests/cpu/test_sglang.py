@@ -383,6 +383,16 @@ ARGUMENTS = {
         "self", "q", "k", "v", "layer", "forward_batch", "compress_ratio", "save_kv_cache", "attn_sink",
         "cos_sin_cache",
     ),
+    (f"{ATTENTION}/dsa/dsa_indexer.py", "Indexer._get_topk_paged"): (
+        "self", "forward_batch", "layer_id", "q_fp8", "weights", "metadata"
+    ),
+    (f"{ATTENTION}/dsa/dsa_indexer.py", "Indexer._get_index_k_read_buffer"): ("pool", "layer_id"),
+    **{(f"{ATTENTION}/dsa/dsa_indexer_metadata.py", f"DSAIndexerMetadata.get_{name}"): ("self",)
+       for name in ("page_table_64", "seqlens_expanded", "dsa_extend_len_cpu")},
+    (f"{ATTENTION}/dsa/dsa_topk_backend.py", "DSATopKBackend.is_sgl_kernel"): ("self",),
+    ("kernels/ops/attention/dsv4/topk.py", "topk_transform_paged_v2"): (
+        "scores", "seq_lens", "page_tables", "out_page_indices", "page_size", "metadata", "out_raw_indices"
+    ),
     (f"{ATTENTION}/attention_registry.py", "register_attention_backend"): ("name",),
     ("srt/mem_cache/memory_pool.py", "MHATokenToKVPool.set_kv_buffer"): (
         "self", "layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale", "layer_id_override", "dcp_kv_mask"
@@ -392,8 +402,16 @@ ARGUMENTS = {
 }  # fmt: skip
 NAMES = {
     f"{ATTENTION}/dsa_backend.py": (
-        "self.dsa_kv_cache_store_fp8", "self.flashmla_kv_format", "self.kv_cache_dim", "self.physical_page_size"
+        "self.dsa_kv_cache_store_fp8", "self.flashmla_kv_format", "self.kv_cache_dim", "self.physical_page_size",
+        "page_size",
     ),
+    f"{ATTENTION}/dsa/dsa_indexer.py": ("self.index_topk", "self.num_init_tokens", "self.num_local_tokens"),
+    f"{ATTENTION}/dsa/dsa_indexer_metadata.py": (
+        "attn_metadata", "topk_backend", "topk_transform_method", "force_unfused_topk"
+    ),
+    f"{ATTENTION}/dsa/dsa_topk_backend.py": ("PAGED", "SGL_KERNEL"),
+    "srt/mem_cache/memory_pool.py": ("self.index_page_size",),
+    "srt/environ.py": ("SGLANG_DSA_FUSE_TOPK",),
     f"{ATTENTION}/deepseek_v4_backend.py": ("self._flash_mla_with_kvcache",),
     f"{ATTENTION}/flashattention_backend.py": (
         "self.token_to_kv_pool", "self.kv_cache_dtype", "self.kv_cache_is_mxfp8", "self.use_sliding_window_kv_pool",

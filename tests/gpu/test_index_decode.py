@@ -1,16 +1,18 @@
 """Queries and keys of the indexer to slots: logits against float64, and the choice exactly that of these logits."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cute_kernels import index_append, index_decode
+from cute_kernels import index_append, index_decode, mla_fp8_decode
 from cute_kernels.indexer import decode_op
 from cute_kernels.indexer.reference import index_topk_reference
 from cute_kernels.indexer.score_spec import shipped_specs
 from cute_kernels.runtime import memory
-from fp8_mla import reference_index_logits, slots_from_block_table
+from fp8_mla import INDEX_KEY, pack, reference_index_logits, row_views, slots_from_block_table
+from tests.kit import index_ranks
 from tests.kit.index_cases import index_call, on_gpu
 
 LENGTHS = [700, 0, 65, 64, 63, 1, 2100, 15]
@@ -60,7 +62,7 @@ def expected(call: dict[str, Any], logits: torch.Tensor, topk: int, **options: A
 
 
 @pytest.mark.parametrize("heads", [16, 32, 64])
-@pytest.mark.parametrize("s_q", [1, 2, 3, 8])
+@pytest.mark.parametrize("s_q", range(1, 9))
 def test_exact_sums_are_those_of_a_cpu(heads: int, s_q: int) -> None:
     call = index_call(LENGTHS, s_q=s_q, heads=heads, exact=True, max_pages=40)
     out, logits = decode(call, topk=64)
@@ -151,9 +153,30 @@ def test_weights_and_scales_of_all_kinds() -> None:
     assert torch.equal(out[0, 0].cpu(), index_decode(**call, topk=100)[0, 0]) and not logits[0, 0, :900].any()
 
 
+def test_keys_of_all_kinds() -> None:
+    """A NaN code counts as no product, a NaN scale comes last; both are chosen where keys are few."""
+    call = index_call([900, 40], exact=True)
+    codes, scales = row_views(call["k_cache"], INDEX_KEY)
+    pages = call["block_table"][0, :14].long()
+    codes[pages[0], 3, 7], codes[pages[1], 5:9], codes[int(call["block_table"][1, 0]), 1, 0] = 0x7F, 0xFF, 0x7F
+    special = [torch.nan, torch.inf, -torch.inf, 0.0, -0.0, -2.0, 2.0**-128, 2.0**-140, 2.0**100, 2.0**-30]
+    scales[pages[2], : len(special)] = torch.tensor(special).unsqueeze(1).view(torch.uint8)
+    for topk in (64, 890, 2048):
+        out, logits = decode(call, topk=topk)
+        assert torch.equal(out.cpu(), index_decode(**call, topk=topk))
+        assert torch.equal(out.cpu(), expected(call, logits, topk))
+
+
 def test_a_row_does_not_depend_on_others() -> None:
     call = on_gpu(index_call(MIXED, s_q=2))
     whole = index_decode(**call)
+    wider = torch.nn.functional.pad(call["block_table"], (0, 1500), value=-1)
+    assert torch.equal(index_decode(**{**call, "block_table": wider}), whole)
+    each = (call["cache_seqlens"][:, None] - torch.tensor([1, 0], device="cuda")).int().view(-1, 1)
+    rows = {"cache_seqlens": each, "block_table": call["block_table"].repeat_interleave(2, 0)}
+    for name in ("q", "weights"):
+        rows[name] = call[name].flatten(0, 1).unsqueeze(1)
+    assert torch.equal(index_decode(**{**call, **rows}).view(whole.shape), whole)
     assert all(torch.equal(index_decode(**call), whole) for _ in range(20))
     order = torch.tensor([2, 0, 3, 1], device="cuda")
     names = ("q", "weights", "block_table", "cache_seqlens")
@@ -171,6 +194,68 @@ def test_other_cards_choose_the_same(num_sms: int, monkeypatch: pytest.MonkeyPat
     decode_op._prepared.clear()
     assert torch.equal(index_decode(**call), whole)
     decode_op._prepared.clear()
+
+
+def test_tensor_parallel_ranks_choose_the_same(tmp_path: Path) -> None:
+    """Two processes; one plans for a card of 78 SMs, beside other work on its card."""
+    assert index_ranks.run(tmp_path / "group", "cuda") == [[], []]
+
+
+def test_a_long_request_beside_short_ones(free_memory: None) -> None:
+    lengths = [1_000_000, *[8] * 127]
+    pages = -(-lengths[0] // 64)
+    gen = torch.Generator("cuda").manual_seed(0)
+    cache = torch.randint(0, 256, (pages + 127, 64, 132), generator=gen, dtype=torch.uint8, device="cuda")
+    codes, scales = row_views(cache, INDEX_KEY)
+    codes[codes & 0x7F == 0x7F] = 0
+    scales.copy_(torch.rand(pages + 127, 64, 1, generator=gen, device="cuda").view(torch.uint8))
+    table = torch.full((128, pages), -1, dtype=torch.int32, device="cuda")
+    table[0], table[1:, 0] = torch.randperm(pages, device="cuda"), torch.arange(pages, pages + 127, device="cuda")
+    call = {
+        "q": torch.randn(128, 1, 64, 128, generator=gen, device="cuda").to(torch.float8_e4m3fn),
+        "weights": torch.randn(128, 1, 64, generator=gen, device="cuda"),
+        "k_cache": cache,
+        "block_table": table,
+        "cache_seqlens": torch.tensor(lengths, dtype=torch.int32, device="cuda"),
+    }
+    logits = torch.empty(128, 1, pages * 64, device="cuda")
+    out = index_decode(**call, return_positions=True, logits=logits)
+    assert (out[1:, 0, :8] == torch.arange(8, device="cuda")).all() and (out[1:, 0, 8:] == -1).all()
+    assert torch.equal(out[0], index_topk_reference(logits[0], call["cache_seqlens"][:1], 2048))
+    alone = {name: value if name == "k_cache" else value[:1] for name, value in call.items()}
+    assert torch.equal(index_decode(**alone, return_positions=True), out[:1])
+
+
+def test_many_requests() -> None:
+    """1024 of them, some without a key, in tables of one page and of two."""
+    for page_size in (16, 64):
+        call = index_call([i % 33 for i in range(1024)], heads=16, page_size=page_size, exact=True)
+        for topk in (1, 16, 1000):
+            out, _ = decode(call, topk=topk)
+            assert torch.equal(out.cpu(), index_decode(**call, topk=topk))
+
+
+def test_two_streams_at_once() -> None:
+    calls = [on_gpu(index_call(MIXED, s_q=2, seed=seed)) for seed in range(2)]
+    alone = [index_decode(**call) for call in calls]
+    streams, found = [torch.cuda.Stream() for _ in calls], list[tuple[int, torch.Tensor]]()
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                found.append((i, index_decode(**calls[i])))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, alone[i]) for i, out in found)
+
+
+def test_attention_to_all_chosen_keys_is_dense_attention() -> None:
+    """Where topk is at least the length, the result names each token once."""
+    call = on_gpu(index_call([1500, 2048, 3], s_q=2, exact=True))
+    q = torch.randn(3, 2, 16, 576, device="cuda").bfloat16()
+    latents = pack(torch.randn(len(call["k_cache"]), 64, 576, device="cuda"))
+    dense = mla_fp8_decode(q, latents, block_table=call["block_table"], cache_seqlens=call["cache_seqlens"])
+    sparse = mla_fp8_decode(q, latents, indices=index_decode(**call))
+    torch.testing.assert_close(sparse.float(), dense.float(), rtol=2**-6, atol=2**-8)
 
 
 def test_append_index_and_lengths_in_one_graph() -> None:

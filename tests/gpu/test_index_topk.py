@@ -122,9 +122,9 @@ def test_long_rows(cluster: int) -> None:
         check(logits, numbers([width, 3000]), 2048, block_table=table_of(2, width, 64).cuda(), page_size=64)
 
 
-@pytest.mark.parametrize("ties", [-1, 0, 1, 5000])
+@pytest.mark.parametrize("ties", [-2047, -1, 0, 1, 5000])
 def test_a_plateau_begins_at_the_last_place(ties: int, cluster: int) -> None:
-    """One number fewer than k above zeros, k of them, one more, and many more."""
+    """One number above zeros, one fewer than k of them, k, one more, and many more."""
     logits = torch.zeros(3, 30_000, dtype=torch.float32, device="cuda")
     places = torch.randperm(30_000, generator=torch.Generator().manual_seed(1))[: 2048 + ties if ties < 5000 else 9000]
     logits[:, places.cuda()] = torch.rand(len(places), device="cuda") + 0.5

@@ -9,6 +9,7 @@ import torch
 
 from cute_kernels import mla_fp8_decode
 from cute_kernels.integrations import sglang as plugin
+from tests.kit.sglang_index_call import Call
 from tests.kit.sglang_stand_ins import Case, installed, sparse_backend, sparse_call
 
 DEVICE = "cuda"
@@ -66,3 +67,14 @@ def test_new_tokens_are_stored_in_a_graph(sglang: types.SimpleNamespace) -> None
     graph.replay()
     torch.testing.assert_close(out.double(), case.expected(), rtol=2**-7, atol=2**-7)
     assert torch.equal(case.pool.k[case.batch.out_cache_loc], case.k)
+
+
+@pytest.mark.parametrize("counts", [[1, 1, 1], [4, 4, 4], [2, 3, 1]], ids=["decoding", "verification", "drafts"])
+def test_the_indexer_chooses_in_a_graph(counts: list[int]) -> None:
+    """Captured at full length, replayed at others: the same slots as the definition's on a CPU."""
+    call = Call(counts, padding=2, device=DEVICE)
+    graph, found = captured(call.run)
+    for less in (0, 1, 60, 400):
+        call.lengths.sub_(less)
+        graph.replay()
+        assert torch.equal(found.cpu(), call.expected())

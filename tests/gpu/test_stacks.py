@@ -147,8 +147,9 @@ def test_tokens_of_transformers(name: str, int8: bool, monkeypatch: pytest.Monke
     assert torch.equal(found.cpu(), counted_on(ids)) and said == []
 
 
+@pytest.mark.parametrize("fp8_index", [False, True])
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
-def test_tokens_of_sparse_latent_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_of_sparse_latent_attention(name: str, fp8_index: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over 656-byte tokens, with padding, as on a CPU; the cache grows."""
     pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17 or later")
     from cute_kernels.integrations import transformers as cute
@@ -160,10 +161,11 @@ def test_tokens_of_sparse_latent_attention(name: str, monkeypatch: pytest.Monkey
     model, ids = tiny_models.trained(name), tiny_models.sequences(2030, 4, 30)
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
-    expected, expected_logits = generate(model, "cute_mla", ids, cute.CuteMlaCache(model.config), attention_mask=mask)
+    cpu_cache = cute.CuteMlaCache(model.config, fp8_index=fp8_index)
+    expected, expected_logits = generate(model, "cute_mla", ids, cpu_cache, attention_mask=mask)
     try:
         model.to(DEVICE)
-        cache = cute.CuteMlaCache(model.config)
+        cache = cute.CuteMlaCache(model.config, fp8_index=fp8_index)
         found, logits = generate(model, "cute_mla", ids.to(DEVICE), cache, attention_mask=mask.to(DEVICE))
     finally:
         model.to("cpu")

@@ -68,17 +68,30 @@ def decode_wrong(device: str) -> Wrong:
     wide = {"block_table": bad.ints(device, 1, 4_718_592 // PAGE_SIZE).expand(2, -1), "logits": None}
     few = {"q": bad.zeros(device, 2, 2, 8, 128, dtype=FP8), "weights": bad.floats(device, 2, 2, 8)}
     none = {name: call[name][:, :0] for name in ("q", "weights", "out", "logits")}
+    nothing = dict.fromkeys(("slot_table", "slot_page_size", "out", "logits"))
+    nine = {"q": bad.zeros(device, 2, 9, 16, 128, dtype=U8), "weights": bad.floats(device, 2, 9, 16), **nothing}
+    much = {
+        "q": bad.zeros(device, 30, 8, 16, 128, dtype=U8),
+        "weights": bad.floats(device, 30, 8, 16),
+        "block_table": bad.ints(device, 1, 4_718_576 // PAGE_SIZE).expand(30, -1),
+        "cache_seqlens": bad.ints(device, 30),
+        **nothing,
+    }
+    many = bad.zeros(device, 132, dtype=U8).as_strided((2**16, 2**15, 132), (0, 0, 1))
     return {
         **bad.wrong_tensor(call, "q", (2, 16, 128), (2, 2, 16, 64), dtypes=[BF16, I8], off=8, needed=True, first=True),
         "q with rows 8 bytes off": ("q", bad.rows_apart(call["q"], 8)),
         "q of 8 heads": ("q", few),
         "q of no queries": ("q", none),
+        "q of nine queries": ("q", nine),
         **bad.wrong_tensor(call, "weights", (2, 2, 16, 1), (2, 2, 8), dtypes=[BF16], spread=True, needed=True),
         **bad.wrong_tensor(call, "k_cache", (3, 16, 68), (0, PAGE_SIZE, 132), dtypes=[I8], off=8, needed=True),
         "k_cache of pages of 8": ("k_cache", small),
+        "k_cache of more slots than 31 bits count": ("k_cache", many),
         **bad.wrong_tensor(call, "block_table", (3, 4), dtypes=[I64], spread=True, needed=True),
         "block_table without pages": ("block_table", {"block_table": bad.ints(device, 2, 0), "logits": None}),
         "block_table too wide": ("block_table", wide),
+        "a block_table of more logits than a call may have": ("block_table", much),
         **bad.wrong_tensor(call, "cache_seqlens", (3,), (2, 3), (2, 2, 1), dtypes=[I64], needed=True),
         **bad.wrong_tensor(call, "slot_table", (3, 5), dtypes=[I64], spread=True),
         **bad.wrong_options(

@@ -21,7 +21,7 @@ TOPK: Final = 24
 """Tokens that an indexer chooses: fewer than a sequence has, so that a model learns to count from these alone."""
 LATENTS: Final = {
     "num_key_value_heads": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64,
-    "q_lora_rank": 64, "index_topk": TOPK, "index_n_heads": 4, "mlp_layer_types": ["dense", "dense"],
+    "q_lora_rank": 64, "index_topk": TOPK, "index_n_heads": 16, "mlp_layer_types": ["dense", "dense"],
     "pad_token_id": 0, "eos_token_id": None, "bos_token_id": 1,
 }  # fmt: skip
 """Sizes of a model with latents of 512 + 64; its indexer has random weights, which training does not touch."""

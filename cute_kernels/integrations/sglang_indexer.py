@@ -1,0 +1,170 @@
+"""SGLang's sparse indexer: of DeepSeek-V3.2 and GLM-5 on `index_decode`, of V4 its choice alone, on `index_topk`.
+
+What is chosen is exact, in ascending order, and the same in all tensor-parallel ranks, so that none needs to be told of
+rank 0's choice. Decoding, verification and drafts alone: prompts keep SGLang's kernels. Written against SGLang 0.5.23;
+imports no SGLang.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+import torch
+
+from cute_kernels.indexer.decode_op import MAX_S_Q, index_decode
+from cute_kernels.indexer.topk_op import index_topk
+from cute_kernels.integrations.hooks import or_original, say_once
+from cute_kernels.integrations.padded_heads import device_refusal
+from fp8_mla.formats import INDEX_KEY
+
+INDEXER_CLASS, INDEXER_METHOD = "Indexer", "_get_topk_paged"
+TOPK = "topk_transform_paged_v2"
+SCORES_STAY, CHOICE_STAYS = "DeepGEMM scores the keys of the sparse indexer", "slots of the indexer stay with SGLang"
+
+
+def change_indexer(module: types.ModuleType) -> None:
+    """Puts `choose_keys` around `Indexer._get_topk_paged`."""
+    indexer_cls = getattr(module, INDEXER_CLASS, None)
+    method = getattr(indexer_cls, INDEXER_METHOD, None)
+    if hasattr(method, "__wrapped__"):
+        return
+    if method is None:
+        say_once(f"{SCORES_STAY}: this SGLang has no {INDEXER_CLASS}.{INDEXER_METHOD}")
+        return
+
+    @functools.wraps(method)
+    def get_topk_paged(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return or_original(
+            functools.partial(choose_keys, module, self), functools.partial(method, self),
+            lambda reason: say_once(f"{SCORES_STAY}: {reason}"), *args, **kwargs,
+        )  # fmt: skip
+
+    setattr(indexer_cls, INDEXER_METHOD, get_topk_paged)
+
+
+def choose_keys(
+    module: Any,
+    indexer: Any,
+    forward_batch: Any,
+    layer_id: int,
+    q_fp8: torch.Tensor,
+    weights: torch.Tensor,
+    metadata: Any,
+) -> torch.Tensor:
+    """Scores and chooses; raises where `index_decode` does not take the call.
+
+    Args:
+        module: SGLang's, which knows the pool of this forward pass.
+        indexer: the layer's.
+        forward_batch: not read: the metadata have a row for each query, whatever is decoded.
+        layer_id: of the pool.
+        q_fp8: (tokens, heads, 128) float8_e4m3fn. Tokens past the real ones are padding.
+        weights: (tokens, heads, 1) float32.
+        metadata: tables, repeated for each query, and what each query sees.
+
+    Returns:
+        (tokens, topk) int32: slots, or positions where the attention looks up slots itself; -1 for none and in padding.
+    """
+    reason = refusal(metadata, q_fp8)
+    if reason is not None:
+        raise ValueError(reason)
+    pool = module.get_token_to_kv_pool()
+    keys, page_size = indexer._get_index_k_read_buffer(pool, layer_id), pool.index_page_size
+    table, lengths = metadata.get_page_table_64(), metadata.get_seqlens_expanded()
+    of_request = metadata.get_dsa_extend_len_cpu()  # query tokens, on the host
+    (tokens, heads, d), real = q_fp8.shape, sum(of_request)
+    if d != INDEX_KEY.d_qk or weights.shape != (tokens, heads, 1):
+        raise ValueError(f"weights of {tuple(weights.shape)} and queries of {tuple(q_fp8.shape)}: needs one a head")
+    if not 0 < real == len(table) == len(lengths) <= tokens:
+        raise ValueError(f"{tokens} queries, {real} of them real, with {len(table)} tables and {len(lengths)} lengths")
+    if metadata.attn_metadata.page_size != page_size or keys.shape[1:] != (page_size * INDEX_KEY.token_bytes,):
+        latents = metadata.attn_metadata.page_size
+        raise ValueError(f"keys in {tuple(keys.shape)}, {page_size} a page, and {latents} latents: needs as many")
+    s_q = of_request[0] if len(set(of_request)) == 1 and of_request[0] <= MAX_S_Q else 1
+    batch, topk = real // s_q, indexer.index_topk
+    positions = metadata.force_unfused_topk or not module.envs.SGLANG_DSA_FUSE_TOPK.get()
+    out = torch.full((tokens, topk), -1, dtype=torch.int32, device=q_fp8.device)
+    index_decode(
+        q_fp8[:real].reshape(batch, s_q, heads, d),
+        weights[:real].reshape(batch, s_q, heads),
+        keys.unflatten(1, (page_size, INDEX_KEY.token_bytes)),
+        block_table=table[::s_q],  # a request's tables are alike
+        cache_seqlens=lengths.reshape(batch, s_q),
+        topk=topk,
+        first=indexer.num_init_tokens,
+        last=indexer.num_local_tokens,
+        return_positions=positions,
+        out=out[:real].view(batch, s_q, topk),
+    )
+    say_once("the sparse indexer scores and chooses with index_decode: exact, in order of positions")
+    return out
+
+
+def refusal(metadata: Any, q: torch.Tensor) -> str | None:
+    """Why `index_decode` does not take a call, in words; None where it may. The device comes first."""
+    reason = device_refusal(q.device)
+    if reason is not None:
+        return reason
+    if not metadata.topk_backend.is_sgl_kernel():
+        return f"--dsa-topk-backend {metadata.topk_backend.value} asks for another kernel"
+    if metadata.topk_transform_method.name != "PAGED":
+        return f"positions of all sequences together, {metadata.topk_transform_method.name}: needs PAGED"
+    return None
+
+
+def change_topk(module: types.ModuleType) -> None:
+    """Puts `choose_slots` in the place of the kernel that chooses slots from logits that others have made."""
+    original = getattr(module, TOPK, None)
+    if hasattr(original, "__wrapped__"):
+        return
+    if original is None:
+        say_once(f"{CHOICE_STAYS}: this SGLang has no {TOPK}")
+        return
+
+    @functools.wraps(original)
+    def topk_transform_paged_v2(*args: Any, **kwargs: Any) -> Any:
+        return or_original(
+            choose_slots, original, lambda reason: say_once(f"{CHOICE_STAYS}: {reason}"), *args, **kwargs
+        )
+
+    setattr(module, TOPK, topk_transform_paged_v2)
+
+
+def choose_slots(
+    scores: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_tables: torch.Tensor | None,
+    out_page_indices: torch.Tensor,
+    page_size: int,
+    metadata: torch.Tensor,
+    out_raw_indices: torch.Tensor | None = None,
+) -> None:
+    """Writes the slots of the highest logits of each row; raises where `index_topk` does not take the call.
+
+    Args:
+        scores: (rows, width) float32.
+        seq_lens: (rows,) int32.
+        page_tables: (rows, pages) int32; None, with which V4.1 chooses blocks, is refused.
+        out_page_indices: (rows, topk) int32, where to write.
+        page_size: of the tables.
+        metadata: a plan, which only SGLang's own kernel needs.
+        out_raw_indices: positions, which are wanted besides in prompts: refused.
+    """
+    reason = device_refusal(scores.device)
+    if reason is not None:
+        raise ValueError(reason)
+    if page_tables is None or out_raw_indices is not None:
+        raise ValueError("positions are wanted")
+    index_topk(
+        scores, seq_lens, out_page_indices.shape[1], block_table=page_tables, page_size=page_size, out=out_page_indices
+    )
+    say_once("the sparse indexer chooses with index_topk: exact, in order of positions")
+
+
+CHANGES = {
+    "sglang.srt.layers.attention.dsa.dsa_indexer": change_indexer,
+    "sglang.kernels.ops.attention.dsv4.topk": change_topk,  # others import the name from it, later
+}
+"""What is done to each module once SGLang has imported it."""

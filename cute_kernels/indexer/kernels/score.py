@@ -155,37 +155,35 @@ class ScoreKernel:
         tiled_mma = sm90.make_trivial_tiled_mma(
             Float8E4M3FN, Float8E4M3FN, k, k, Float32, (1, 1, 1), tile[:2], warpgroup.OperandSource.RMEM
         )
-        layouts = (
-            sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, spec.stages),
-            sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, spec.queries),
-        )
+        q_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, spec.queries)
         s_q = Int32(mQ.shape[1])
         sizes = ((s_q + (spec.queries - 1)) // spec.queries, s_q, Int32(mCache.shape[1]))
         divisors = Divisors(*(cute.fast_divmod_create_divisor_v2(n) for n in sizes))
         problem = Problem(
             mQ, mWeights, mCache, mTable, mSeqlens, mLogits, mLengths, first, last, unscored, divisors
         )  # fmt: skip
-        self._kernel(tiled_mma, layouts, problem, ctas, Int32(mQ.shape[0]) * sizes[0]).launch(
+        self._kernel(tiled_mma, q_layout, problem, ctas, Int32(mQ.shape[0]) * sizes[0]).launch(
             grid=[ctas, 1, 1], block=[spec.threads, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def _kernel(self, tiled_mma: cute.TiledMma, layouts: tuple, problem: Problem, ctas: Int32, groups: Int32) -> None:
+    def _kernel(
+        self, tiled_mma: cute.TiledMma, q_layout: cute.ComposedLayout, problem: Problem, ctas: Int32, groups: Int32
+    ) -> None:
         spec = self.spec
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         lane = tid % WARP
         smem = SmemAllocator()
-        sKeys = smem.allocate_tensor(Float8E4M3FN, layouts[0].outer, byte_alignment=1024, swizzle=layouts[0].inner)
-        sQ = smem.allocate_tensor(Float8E4M3FN, layouts[1].outer, byte_alignment=1024, swizzle=layouts[1].inner)
+        keys = smem.allocate_array(Uint8, spec.stages * KEYS * D, byte_alignment=1024)
+        sQ = smem.allocate_tensor(Float8E4M3FN, q_layout.outer, byte_alignment=1024, swizzle=q_layout.inner)
         scales = smem.allocate_array(Float32, spec.stages * KEYS, byte_alignment=16)
         weights = smem.allocate_array(Float32, spec.queries * spec.weights, byte_alignment=16)
         lengths = smem.allocate_array(Int32, spec.queries, byte_alignment=16)
-        slice_ = tiled_mma.get_slice(tid)
         tiles = Tiles(
             tiled_mma,
-            tiled_mma.make_fragment_B(slice_.partition_B(sQ)),
-            Int32(sKeys.iterator.toint()),
+            tiled_mma.make_fragment_B(tiled_mma.get_slice(tid).partition_B(sQ)),
+            Int32(keys.toint()),
             Int32(sQ.iterator.toint()),
             scales,
         )
@@ -283,7 +281,8 @@ class ScoreKernel:
         stage = Int32(0)
         for tile in cutlass.range(first, end, unroll=1):
             cute.arch.cp_async_wait_group(spec.stages - 2)
-            cute.arch.fence_proxy("async.shared", space="cta")
+            if tile == first:
+                cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads q where it lies
             cute.arch.sync_threads()
             ahead_tile = tile + (spec.stages - 1)
             if ahead_tile < end:

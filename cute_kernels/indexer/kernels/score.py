@@ -213,13 +213,8 @@ class ScoreKernel:
                 owner = 31 - Int32(cute.arch.clz(left & -left))
                 request, group = divmod(chunk + owner, problem.divisors.groups)
                 first = group * spec.queries
-                queries = Queries(
-                    request,
-                    first,
-                    cutlass.min(problem.divisors.s_q.divisor - first, spec.queries),
-                    weights,
-                    lengths,
-                )
+                count_of_group = cutlass.min(problem.divisors.s_q.divisor - first, spec.queries)
+                queries = Queries(request, first, count_of_group, weights, lengths)
                 own_first, own_end = cute.arch.shuffle_sync(first_tile, owner), cute.arch.shuffle_sync(end_tile, owner)
                 self._score(problem, queries, tiles, own_first, own_end, tid)
                 left = left & (left - 1)
@@ -275,6 +270,8 @@ class ScoreKernel:
             cute.make_rmem_tensor(tiles.mma.partition_shape_C((KEYS, spec.heads)), Float32)
             for _ in range(min(spec.queries, 2))
         ]
+        factors = cute.make_rmem_tensor(spec.heads // 4, Float32)  # weights of this lane's heads
+        key_scales = cute.make_rmem_tensor(2, Float32)
         row_bytes = 4 * Int64(mLogits.stride[0])
         row = queries.request * problem.divisors.s_q.divisor + queries.first
         logits_rows = mLogits.iterator.toint() + Int64(row) * row_bytes
@@ -292,14 +289,18 @@ class ScoreKernel:
             cute.arch.cp_async_commit_group()
             operand = self._load_keys(tiles, stage, tid)
             self._multiply(tiles, accs[0], operand, 0)
+            for r in cutlass.range_constexpr(2):
+                key_scales[r] = (tiles.scales + (KEYS * stage + wgmma.row(tid, r))).load()
             for i in cutlass.range_constexpr(spec.queries):  # of one while the next is multiplied
                 if const_expr(i + 1 < spec.queries):
                     self._multiply(tiles, accs[(i + 1) % 2], operand, i + 1)
+                factors.store(self._weights(queries, i, tid).load())
+                if const_expr(i + 1 < spec.queries):
                     warpgroup.wait_group(1)
                 else:
                     warpgroup.wait_group(0)
                 logits_row = logits_rows + i * row_bytes
-                self._store(accs[i % 2], problem, queries, i, tiles.scales + KEYS * stage, logits_row, tile * KEYS, tid)
+                self._store(accs[i % 2], factors, key_scales, queries.lengths + i, problem, logits_row, tile * KEYS, tid)
             stage = cutlass.select_(stage == spec.stages - 1, Int32(0), stage + 1)
 
     @cute.jit
@@ -320,6 +321,11 @@ class ScoreKernel:
         warpgroup.fence()
         wgmma.issue(tiles.mma, acc, operand, tiles.tQ[None, None, None, query], False, [(i, i) for i in range(D // 32)])
         warpgroup.commit_group()
+
+    def _weights(self, queries: Queries, query: int, tid: Int32) -> cute.Tensor:
+        """The weights of a query for this lane's heads, in shared memory."""
+        start = queries.weights + self.spec.weights // 4 * (4 * query + tid % 4)
+        return cute.make_tensor(start, cute.make_layout(self.spec.heads // 4))
 
     @cute.jit
     def _copy_queries(self, mQ: cute.Tensor, queries: Queries, q_bytes: Int32, tid: Int32):
@@ -384,31 +390,27 @@ class ScoreKernel:
     def _store(
         self,
         acc: cute.Tensor,
+        weights: cute.Tensor,
+        scales: cute.Tensor,
+        length_of_query: cute.Pointer,
         problem: Problem,
-        queries: Queries,
-        query: cutlass.Constexpr,
-        scales: cute.Pointer,
         logits_row: Int64,
         begin: Int32,
         tid: Int32,
     ):
         """Logits of the two keys that four lanes share; the first two of them store one each."""
         products = wgmma.by_row(acc)
-        own = const_expr(self.spec.heads // 4)
-        weights = cute.make_tensor(
-            queries.weights + self.spec.weights // 4 * (4 * query + tid % 4), cute.make_layout(own)
-        ).load()
-        length = (queries.lengths + query).load()
         values = []
         for r in cutlass.range_constexpr(2):
             sums = [Float32(0.0), Float32(0.0)]
-            for i in cutlass.range_constexpr(own):
+            for i in cutlass.range_constexpr(self.spec.heads // 4):
                 sums[i % 2] += cute.arch.fmax(products[r, i], Float32(0.0)) * weights[i]
-            value = (sums[0] + sums[1]) * (scales + wgmma.row(tid, r)).load()
+            value = (sums[0] + sums[1]) * scales[r]
             value += cute.arch.shuffle_sync_bfly(value, 1)
             value += cute.arch.shuffle_sync_bfly(value, 2)
             values.append(value)
         position = begin + wgmma.row(tid, 0) + 8 * (tid % 4)
+        length = length_of_query.load()
         end = length  # of what is written; whole vectors for the choice, where no caller sees the logits
         if problem.unscored != 0:
             end = (length + 3) & -4

@@ -411,10 +411,7 @@ class ScoreKernel:
             values.append(value)
         position = begin + wgmma.row(tid, 0) + 8 * (tid % 4)
         length = length_of_query.load()
-        end = length  # of what is written; whole vectors for the choice, where no caller sees the logits
-        if problem.unscored != 0:
-            end = (length + 3) & -4
-        if tid % 4 < 2 and position < end:
+        if tid % 4 < 2 and position < length:
             target = cute.make_ptr(Float32, logits_row + 4 * Int64(position), AddressSpace.gmem, assumed_align=4)
             value = cutlass.select_(tid % 4 == 0, values[0], values[1])
             if position < problem.first or position >= length - problem.last:

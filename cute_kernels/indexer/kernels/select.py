@@ -304,6 +304,7 @@ class TopkKernel:
 
     @cute.jit
     def _count_quad(self, keys: cute.Tensor, histogram: Int32):
+        """Counts the keys of a quad."""
         for v in cutlass.range_constexpr(VECTORS):
             for j in cutlass.range_constexpr(4):
                 bins.count(histogram, bins.bin_of(keys[j, v]))
@@ -401,6 +402,7 @@ class TopkKernel:
     def _mark_quad(
         self, keys: cute.Tensor, memory: Memory, bounds: tuple, counters: Int32, warp: Int32, index: Int32, lane: Int32
     ):
+        """Marks the cells of a quad, `index` of this warp: four of a lane are a byte."""
         spec = self.spec
         low, high, shift, refine = bounds
         marks = cute.recast_ptr(memory.marks + warp * spec.mark_words, dtype=Uint8)

@@ -1,6 +1,6 @@
 """Time of `index_topk` beside `torch.topk` and the bytes of the logits over the bandwidth of the card.
 
-    python -m bench.index_topk            a line a case; `--clusters` times every number of CTAs a row and of warps
+    python -m bench.index_topk            a line a case; `--clusters` times every number of CTAs a row
 
 Logits are in the L2 cache where they fit, as the kernel that makes them leaves them; "cold" ones are read from memory.
 """
@@ -26,16 +26,15 @@ BYTES_A_US = 3.06e6
 COLD_BYTES = 200e6
 
 
-def call_with(logits: torch.Tensor, shape: tuple[int, int] | None = None) -> Callable[[], torch.Tensor]:
-    """A call on these logits, of the planned kernel or one with other numbers of CTAs a row and warps a CTA."""
+def call_with(logits: torch.Tensor, cluster: int | None = None) -> Callable[[], torch.Tensor]:
+    """A call on these logits, of the planned kernel or one with another number of CTAs a row."""
     rows, width = logits.shape
     lengths = torch.full((rows,), width, dtype=torch.int32, device="cuda")
     table = torch.randperm(rows * width // PAGE_SIZE, device="cuda").int().view(rows, -1)
     out = torch.empty(rows, TOPK, dtype=torch.int32, device="cuda")
-    if shape is None:
+    if cluster is None:
         return lambda: index_topk(logits, lengths, TOPK, block_table=table, page_size=PAGE_SIZE, out=out)
-    cluster, warps = shape
-    spec = TopkSpec(cluster, quads_for(width, cluster), has_table=True, warps=warps)
+    spec = TopkSpec(cluster, quads_for(width, cluster), has_table=True, held=min(cluster, 2))
     kernel = topk_op.get_kernel(spec)
 
     def call() -> torch.Tensor:
@@ -45,14 +44,12 @@ def call_with(logits: torch.Tensor, shape: tuple[int, int] | None = None) -> Cal
     return call
 
 
-def time_case(
-    rows: int, width: int, shapes: tuple[tuple[int, int] | None, ...], families: dict[str, torch.Tensor]
-) -> None:
+def time_case(rows: int, width: int, clusters: tuple[int | None, ...], families: dict[str, torch.Tensor]) -> None:
     """Prints times of all ways to choose from rows of one shape."""
     ways = {}
     for name, logits in families.items():
-        for shape in shapes:
-            ways[f"{name}{'' if shape is None else f' {shape[0]} x {shape[1]}'}"] = prepare([call_with(logits, shape)])
+        for cluster in clusters:
+            ways[f"{name}{'' if cluster is None else f' {cluster}'}"] = prepare([call_with(logits, cluster)])
     logits = families["warm"]
     ways["torch.topk"] = prepare([lambda: torch.topk(logits, TOPK, dim=1)])
     if 4 * logits.numel() < COLD_BYTES / 3:
@@ -78,11 +75,11 @@ def main() -> None:
             families["zeros"] = (logits - 3).clamp(min=0.0)
             families["equal"] = torch.full_like(logits, 1.5)
             families["100 more"] = logits + 100
-        shapes: tuple[tuple[int, int] | None, ...] = (None,)
+        clusters: tuple[int | None, ...] = (None,)
         if arguments.clusters:
-            shapes = tuple((c, warps) for c in CLUSTERS for warps in (16, 32) if rows * c <= 264)
+            clusters = tuple(c for c in CLUSTERS if rows * c <= 264)
             families = {"warm": logits}
-        time_case(rows, width, shapes, families)
+        time_case(rows, width, clusters, families)
 
 
 if __name__ == "__main__":

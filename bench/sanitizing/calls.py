@@ -226,6 +226,10 @@ def _sample(calls: Calls) -> None:
     calls.samples("")
 
 
+def _index(calls: Calls) -> None:
+    calls.samples("index")
+
+
 def _few_sinks(calls: Calls) -> None:
     calls.sink("whole", lengths=[(70, 80)], h_q=2, h_kv=1)
     calls.sink("packed, window, deterministic", lengths=[(3, 70), (64, 64)], packed=True, window=40, deterministic=True)
@@ -315,6 +319,7 @@ PARTS: dict[str, Callable[[Calls], None]] = {
     "latent": _latent,
     "gqa": _gqa,
     "sample": _sample,
+    "index": _index,
     "few sinks": _few_sinks,
     "graphs": _graphs,
     "tma-stores": _tma_stores,

@@ -59,6 +59,7 @@ PARTS = (
     Part("mla"),
     Part("latent", tools=TOOLS[:3]),
     Part("gqa"),
+    Part("index", tools=TOOLS[3:]),  # the other tools see it among the samples
     Part("graphs", caching=True, tools=TOOLS[:3]),
     Part("sample", default_dtype="bfloat16", tools=TOOLS[:3]),
 )

@@ -3,18 +3,13 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fp8_mla.formats import INDEX_KEY
-
 HEADS = (16, 32, 64)
 KEYS = 64
 """Of a tile: rows of a wgmma."""
 PAGE_STEP = 16
 """A page has a multiple of so many keys."""
-QUERIES = (1, 2, 4)
-"""Of a CTA. Four of 64 heads take 32 KB of shared memory, so that three CTAs share an SM."""
-SM_BYTES = 227 * 1024
-RESERVED_BYTES = 1024
-"""Shared memory of an SM, and what each CTA takes of it beyond its own."""
+QUERIES = (1, 2, 3, 4)
+"""Of a CTA."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +31,7 @@ class ScoreSpec:
     @classmethod
     def for_launch(cls, heads: int, s_q: int) -> "ScoreSpec":
         """The variant for requests of `s_q` queries."""
-        return cls(heads, next(queries for queries in QUERIES if queries >= min(s_q, QUERIES[-1])))
+        return cls(heads, -(-s_q // -(-s_q // QUERIES[-1])))
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
@@ -49,15 +44,22 @@ class ScoreSpec:
 
     @property
     def ctas_per_sm(self) -> int:
-        """CTAs that share an SM: four, with 100 KB of keys in flight, or as many as fit."""
-        keys, queries = self.stages * KEYS * INDEX_KEY.token_bytes, self.queries * self.heads * (INDEX_KEY.d_qk + 4)
-        return min(4, SM_BYTES // (keys + queries + 16 + RESERVED_BYTES))
+        """CTAs that share an SM: four, with 100 KB of keys in flight; three of several queries.
+
+        Four queries of 64 heads take 69 KB of shared memory, two of them 160 registers.
+        """
+        return 4 if self.queries == 1 else 3
+
+    @property
+    def weights(self) -> int:
+        """Floats of the weights of a query in shared memory: those of four lanes begin in different banks."""
+        return self.heads + 16
 
     @property
     def expected(self) -> dict[str, Any]:
-        """What the compiled kernel is held to: 128 registers let four CTAs of 128 threads share an SM."""
+        """What the compiled kernel is held to: 128 registers let four CTAs of 128 threads share an SM, 168 three."""
         instructions = ("LDGSTS.E.BYPASS.128", "QGMMA")
-        return {"registers": 128, "instructions": instructions}
+        return {"registers": 128 if self.queries == 1 else 168, "instructions": instructions}
 
 
 def shipped_specs() -> list[ScoreSpec]:

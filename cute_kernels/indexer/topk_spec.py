@@ -9,7 +9,9 @@ BINS = 2048
 QUAD = 512
 """Logits that a warp loads at a time: four vectors of 16 bytes a lane."""
 MAX_TOPK = 2048
-CLUSTERS = (1, 2, 4, 8)
+CLUSTERS = (1, 2, 4, 8, 16)
+PORTABLE = 8
+"""CTAs of a cluster that every GPU can place. 16 are asked for where at most half of the SMs are."""
 SHORT_QUADS, LONG_QUADS = 160, 1152
 """Of a CTA: 81,920 logits in 20 KB of marks, so that three CTAs share an SM; or 589,824 in 147 KB."""
 CTA_LOGITS = 8192
@@ -24,16 +26,18 @@ class TopkSpec:
     quads       units of 512 logits that a CTA can mark: how long a row may be
     has_table   slots are wanted, through a block table; else positions
     has_starts  rows begin at positions of their own
-    warps       of a CTA: 16 or 32
+    held        quads of a warp whose keys stay in registers from the first pass to the second
     """
 
     cluster: int
     quads: int = SHORT_QUADS
     has_table: bool = False
     has_starts: bool = False
-    warps: int = 16
+    held: int = 0
 
     kernel: ClassVar[str] = "cute_kernels.indexer.kernels.select:TopkKernel"
+    warps: ClassVar[int] = 16
+    """Of a CTA."""
     list_size: ClassVar[int] = 2048
     """Logits of the crossing bin that the warps of a CTA keep beside their marks. A warp with more than its part of
     them reads its logits again."""
@@ -45,11 +49,14 @@ class TopkSpec:
         A row gets a CTA for each 8,192 logits, as long as there are SMs for all CTAs of the launch.
         """
         cluster = 1
-        while cluster < CLUSTERS[-1] and cluster * CTA_LOGITS < width and 2 * cluster * rows <= num_sms:
+        while cluster < PORTABLE and cluster * CTA_LOGITS < width and 2 * cluster * rows <= num_sms:
             cluster *= 2
-        while cluster < CLUSTERS[-1] and width > _most(cluster, LONG_QUADS):
+        while cluster < PORTABLE and width > _most(cluster, LONG_QUADS):
             cluster *= 2
-        return cls(cluster, quads_for(width, cluster), has_table, has_starts)
+        if PORTABLE * CTA_LOGITS < width <= _most(2 * PORTABLE, SHORT_QUADS) and 4 * PORTABLE * rows <= num_sms:
+            cluster = 2 * PORTABLE
+        held = 2 if cluster > 1 else int(rows <= num_sms and not has_starts)
+        return cls(cluster, quads_for(width, cluster), has_table, has_starts, held=held)
 
     @property
     def threads(self) -> int:
@@ -70,18 +77,21 @@ class TopkSpec:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = []
         if self.cluster not in CLUSTERS:
-            reasons.append(f"cluster is {self.cluster}; a row has 1, 2, 4 or 8 CTAs")
-        if self.warps not in (16, 32):
-            reasons.append(f"warps is {self.warps}; a CTA has 16 or 32")
+            reasons.append(f"cluster is {self.cluster}; a row has 1, 2, 4, 8 or 16 CTAs")
+        if not 0 <= self.held <= 2:
+            reasons.append(f"held is {self.held}; a warp has registers for 0 to 2 quads")
         if not 32 <= self.quads <= LONG_QUADS or self.quads % 32:
             reasons.append(f"quads is {self.quads}; a CTA marks a multiple of 32 up to {LONG_QUADS}")
         return reasons
 
     @property
     def expected(self) -> dict[str, Any]:
-        """What the compiled kernel is held to: 64 registers let two CTAs of 512 threads share an SM."""
-        instructions = ["LDG.E.128", "ATOMS.POPC.INC.32"]
-        return {"registers": 64, "instructions": tuple(instructions)}
+        """What the compiled kernel is held to: 64 registers let two CTAs of 512 threads share an SM.
+
+        Keys are kept only where each CTA has an SM.
+        """
+        registers = 128 if self.held else 64
+        return {"registers": registers, "instructions": ("LDG.E.128", "ATOMS.POPC.INC.32")}
 
 
 def quads_for(width: int, cluster: int) -> int:
@@ -94,11 +104,12 @@ def _most(cluster: int, quads: int) -> int:
     return cluster * quads * QUAD - 3
 
 
-MAX_WIDTH = _most(CLUSTERS[-1], LONG_QUADS)
+MAX_WIDTH = _most(PORTABLE, LONG_QUADS)
 """The longest row: 4.7 million logits."""
 
 
 def shipped_specs() -> list[TopkSpec]:
     """Slots for rows of every kind, and positions as prompts ask for them."""
-    slots = [TopkSpec(cluster, has_table=True) for cluster in CLUSTERS]
-    return [*slots, TopkSpec(1, LONG_QUADS, has_table=True), TopkSpec(8, LONG_QUADS), TopkSpec(1, has_starts=True)]
+    slots = [TopkSpec(cluster, has_table=True, held=min(cluster, 2)) for cluster in CLUSTERS]
+    long = [TopkSpec(1, LONG_QUADS, has_table=True), TopkSpec(8, LONG_QUADS, held=2)]
+    return [*slots, TopkSpec(1, has_table=True), *long, TopkSpec(1, has_starts=True)]

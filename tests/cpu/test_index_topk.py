@@ -88,10 +88,22 @@ def plan(rows: int, width: int, num_sms: int = 132) -> TopkSpec:
 
 
 def test_which_kernel_a_call_gets() -> None:
-    assert [plan(1, width).cluster for width in (100, 8192, 8193, 32_768, 131_072, 2**20)] == [1, 1, 2, 4, 8, 8]
-    assert [plan(rows, 131_072).cluster for rows in (1, 16, 17, 33, 34, 66, 67, 1000)] == [8, 8, 4, 4, 2, 2, 1, 1]
+    assert [plan(1, width).cluster for width in (100, 8192, 8193, 32_768, 131_072, 2**20)] == [1, 1, 2, 4, 16, 16]
+    assert [plan(rows, 131_072).cluster for rows in (4, 5, 16, 17, 33, 34, 66, 67, 1000)] == [
+        16,
+        8,
+        8,
+        4,
+        4,
+        2,
+        2,
+        1,
+        1,
+    ]
     assert plan(1, 131_072).quads == SHORT_QUADS and plan(100, 131_072).quads == LONG_QUADS
     assert plan(1000, 600_000).cluster == 2, "one CTA cannot mark so many"
+    assert plan(1, 2 * 10**6).cluster == 8, "sixteen CTAs of the long form may find no place"
+    assert [plan(rows, 8192).held for rows in (132, 133)] == [1, 0] and plan(66, 32_768).held == 2
     for rows, width in itertools.product((1, 7, 64, 500), (1, 8192, 81_920, 81_917, 131_072, 10**6, MAX_WIDTH)):
         spec = plan(rows, width)
         assert spec.can_implement() == []
@@ -102,5 +114,5 @@ def test_specifications() -> None:
     assert all(spec.can_implement() == [] for spec in shipped_specs())
     assert len(set(shipped_specs())) == len(shipped_specs())
     assert "cluster is 3" in TopkSpec(3).can_implement()[0] and "quads is 99" in TopkSpec(1, 99).can_implement()[0]
-    assert "warps is 8" in TopkSpec(1, warps=8).can_implement()[0]
+    assert "held is 3" in TopkSpec(1, held=3).can_implement()[0]
     assert quads_for(81_917, 1) == SHORT_QUADS and quads_for(81_918, 1) == LONG_QUADS

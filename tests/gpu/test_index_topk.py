@@ -9,36 +9,35 @@ import torch
 from cute_kernels import index_topk
 from cute_kernels.indexer import topk_op
 from cute_kernels.indexer.reference import index_topk_reference
-from cute_kernels.indexer.topk_spec import CLUSTERS, LONG_QUADS, SHORT_QUADS, TopkSpec, quads_for
+from cute_kernels.indexer.topk_spec import CLUSTERS, LONG_QUADS, PORTABLE, SHORT_QUADS, TopkSpec, quads_for
 from cute_kernels.runtime import memory
 from tests.kit.index_cases import FAMILIES, lengths_around, logits_of, table_of
 
-WIDE = [(2, 32), (8, 32)]
-"""CTAs of a row and warps of each, where these are not 16."""
+SHAPES = [(1, 0), *((c, min(c, 2)) for c in CLUSTERS)]
+"""CTAs of a row, and quads whose keys they keep."""
 NUMBERS = {"dtype": torch.int32, "device": "cuda"}
 
 
 def kernel_specs() -> list[TopkSpec]:
     """Every variant that calls here ask for."""
     flags = (False, True)
-    shapes = [(c, 16) for c in CLUSTERS] + WIDE
     return [
-        TopkSpec(cluster, quads, has_table=table, has_starts=starts, warps=warps)
-        for cluster, warps in shapes
-        for quads in (SHORT_QUADS, LONG_QUADS)
+        TopkSpec(cluster, quads, has_table=table, has_starts=starts, held=held)
+        for cluster, held in SHAPES
+        for quads in ((SHORT_QUADS, LONG_QUADS) if cluster <= PORTABLE else (SHORT_QUADS,))
         for table in flags
         for starts in (flags if quads == SHORT_QUADS else (False,))
     ]
 
 
-@pytest.fixture(params=[(c, 16) for c in CLUSTERS] + WIDE, ids=str)
+@pytest.fixture(params=SHAPES, ids=str)
 def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """CTAs of a row, and warps of each, in the calls of a test, whatever the plan for the card says."""
-    ctas, warps = request.param
+    """CTAs of a row, and what they keep, in the calls of a test, whatever the plan for the card says."""
+    ctas, held = request.param
 
     def for_launch(rows: int, width: int, num_sms: int, **options: bool) -> TopkSpec:
         planned = planned_launch(rows, width, num_sms, **options)
-        return dataclasses.replace(planned, cluster=ctas, quads=quads_for(width, ctas), warps=warps)
+        return dataclasses.replace(planned, cluster=ctas, quads=quads_for(width, ctas), held=held)
 
     planned_launch = TopkSpec.for_launch
     monkeypatch.setattr(topk_op.TopkSpec, "for_launch", for_launch)

@@ -13,6 +13,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from cute_kernels.device import wgmma
+from cute_kernels.device.operands import load_matrices
 from cute_kernels.indexer.score_spec import KEYS, PAGE_STEP, ScoreSpec
 from fp8_mla.formats import INDEX_KEY
 
@@ -45,7 +46,7 @@ class Queries(NamedTuple):
     request  that they are of
     first    place of the first one in it
     count    that there are
-    weights  (queries, 4, heads / 4): those of the columns of a lane are neighbours
+    weights  (queries, 4, heads / 4 + 4): those of the columns of a lane are neighbours; four lanes read other banks
     lengths  how many keys each sees
     """
 
@@ -81,10 +82,9 @@ class Problem(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """What tiles are multiplied from and to: wgmma, its fragments, and addresses in shared memory."""
+    """What tiles are multiplied from: wgmma, its fragments of q, and addresses in shared memory."""
 
     mma: cute.TiledMma
-    tKeys: cute.Tensor
     tQ: cute.Tensor
     key_bytes: Int32
     q_bytes: Int32
@@ -98,14 +98,16 @@ class ScoreKernel:
     is a chain in registers and two shuffles. A CTA is one warpgroup; three or four share an SM and hide what others
     wait for. All CTAs of the launch have an equal share of the tiles, from one cut to the next: each scans the lengths
     for it, so a graph may be replayed with others. A CTA multiplies each tile by up to `queries` queries in turn, so
-    that keys are read once for all of them. All threads copy keys by cp.async into a ring, `stages` - 1 tiles ahead:
+    that keys are read once for all of them: from memory, and from shared memory into 16 registers, so that a query
+    reads 8 KB of shared memory, q, not 16. While one is summed up the next is multiplied, in other accumulators. All
+    threads copy keys by cp.async into a ring, `stages` - 1 tiles ahead:
 
     | shared memory    | bytes                  | 64 heads, 1 query | 4 queries |
     |------------------|------------------------|-------------------|-----------|
     | keys             | stages x 8192          | 32768             | 32768     |
     | q                | queries x heads x 128  | 8192              | 32768     |
     | scales           | stages x 256           | 1024              | 1024      |
-    | weights, lengths | queries x heads x 4, 16 | 272              | 1040      |
+    | weights, lengths | queries x 4 x (heads + 17) | 324           | 1296      |
 
     Barriers: one of the CTA a tile. After it the copies of all threads into this tile are there, and all have read the
     tile before, whose place the next copies take. One more where the tiles of other queries begin.
@@ -150,39 +152,38 @@ class ScoreKernel:
         """
         spec = self.spec
         k, tile = OperandMajorMode.K, (KEYS, spec.heads, D)
-        tiled_mma = sm90.make_trivial_tiled_mma(Float8E4M3FN, Float8E4M3FN, k, k, Float32, (1, 1, 1), tile[:2])
-        layouts = (
-            sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, spec.stages),
-            sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, spec.queries),
+        tiled_mma = sm90.make_trivial_tiled_mma(
+            Float8E4M3FN, Float8E4M3FN, k, k, Float32, (1, 1, 1), tile[:2], warpgroup.OperandSource.RMEM
         )
+        q_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, spec.queries)
         s_q = Int32(mQ.shape[1])
         sizes = ((s_q + (spec.queries - 1)) // spec.queries, s_q, Int32(mCache.shape[1]))
         divisors = Divisors(*(cute.fast_divmod_create_divisor_v2(n) for n in sizes))
         problem = Problem(
             mQ, mWeights, mCache, mTable, mSeqlens, mLogits, mLengths, first, last, unscored, divisors
         )  # fmt: skip
-        self._kernel(tiled_mma, layouts, problem, ctas, Int32(mQ.shape[0]) * sizes[0]).launch(
+        self._kernel(tiled_mma, q_layout, problem, ctas, Int32(mQ.shape[0]) * sizes[0]).launch(
             grid=[ctas, 1, 1], block=[spec.threads, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def _kernel(self, tiled_mma: cute.TiledMma, layouts: tuple, problem: Problem, ctas: Int32, groups: Int32) -> None:
+    def _kernel(
+        self, tiled_mma: cute.TiledMma, q_layout: cute.ComposedLayout, problem: Problem, ctas: Int32, groups: Int32
+    ) -> None:
         spec = self.spec
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         lane = tid % WARP
         smem = SmemAllocator()
-        sKeys = smem.allocate_tensor(Float8E4M3FN, layouts[0].outer, byte_alignment=1024, swizzle=layouts[0].inner)
-        sQ = smem.allocate_tensor(Float8E4M3FN, layouts[1].outer, byte_alignment=1024, swizzle=layouts[1].inner)
+        keys = smem.allocate_array(Uint8, spec.stages * KEYS * D, byte_alignment=1024)
+        sQ = smem.allocate_tensor(Float8E4M3FN, q_layout.outer, byte_alignment=1024, swizzle=q_layout.inner)
         scales = smem.allocate_array(Float32, spec.stages * KEYS, byte_alignment=16)
-        weights = smem.allocate_array(Float32, spec.queries * spec.heads, byte_alignment=16)
+        weights = smem.allocate_array(Float32, spec.queries * spec.weights, byte_alignment=16)
         lengths = smem.allocate_array(Int32, spec.queries, byte_alignment=16)
-        slice_ = tiled_mma.get_slice(tid)
         tiles = Tiles(
             tiled_mma,
-            tiled_mma.make_fragment_A(slice_.partition_A(sKeys)),
-            tiled_mma.make_fragment_B(slice_.partition_B(sQ)),
-            Int32(sKeys.iterator.toint()),
+            tiled_mma.make_fragment_B(tiled_mma.get_slice(tid).partition_B(sQ)),
+            Int32(keys.toint()),
             Int32(sQ.iterator.toint()),
             scales,
         )
@@ -212,13 +213,8 @@ class ScoreKernel:
                 owner = 31 - Int32(cute.arch.clz(left & -left))
                 request, group = divmod(chunk + owner, problem.divisors.groups)
                 first = group * spec.queries
-                queries = Queries(
-                    request,
-                    first,
-                    cutlass.min(problem.divisors.s_q.divisor - first, spec.queries),
-                    weights,
-                    lengths,
-                )
+                count_of_group = cutlass.min(problem.divisors.s_q.divisor - first, spec.queries)
+                queries = Queries(request, first, count_of_group, weights, lengths)
                 own_first, own_end = cute.arch.shuffle_sync(first_tile, owner), cute.arch.shuffle_sync(end_tile, owner)
                 self._score(problem, queries, tiles, own_first, own_end, tid)
                 left = left & (left - 1)
@@ -270,14 +266,20 @@ class ScoreKernel:
                 self._copy_keys(problem, keys, page, first + ahead, Int32(ahead), tiles, tid)
                 page = self._load_page(problem, queries.request, first + ahead + 1, keys.length, tid)
             cute.arch.cp_async_commit_group()
-        acc = cute.make_rmem_tensor(tiles.mma.partition_shape_C((KEYS, spec.heads)), Float32)
+        accs = [
+            cute.make_rmem_tensor(tiles.mma.partition_shape_C((KEYS, spec.heads)), Float32)
+            for _ in range(min(spec.queries, 2))
+        ]
+        factors = cute.make_rmem_tensor(spec.heads // 4, Float32)  # weights of this lane's heads
+        key_scales = cute.make_rmem_tensor(2, Float32)
         row_bytes = 4 * Int64(mLogits.stride[0])
         row = queries.request * problem.divisors.s_q.divisor + queries.first
         logits_rows = mLogits.iterator.toint() + Int64(row) * row_bytes
         stage = Int32(0)
         for tile in cutlass.range(first, end, unroll=1):
             cute.arch.cp_async_wait_group(spec.stages - 2)
-            cute.arch.fence_proxy("async.shared", space="cta")
+            if tile == first:
+                cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads q where it lies
             cute.arch.sync_threads()
             ahead_tile = tile + (spec.stages - 1)
             if ahead_tile < end:
@@ -285,16 +287,45 @@ class ScoreKernel:
                 self._copy_keys(problem, keys, page, ahead_tile, free, tiles, tid)
                 page = self._load_page(problem, queries.request, ahead_tile + 1, keys.length, tid)
             cute.arch.cp_async_commit_group()
-            blocks = [(i, i) for i in range(D // 32)]
-            tA = tiles.tKeys[None, None, None, stage]
-            for i in cutlass.range(queries.count, unroll=1):
-                warpgroup.fence()
-                wgmma.issue(tiles.mma, acc, tA, tiles.tQ[None, None, None, i], False, blocks)
-                warpgroup.commit_group()
-                warpgroup.wait_group(0)
-                logits_row = logits_rows + Int64(i) * row_bytes
-                self._store(acc, problem, queries, i, tiles.scales + KEYS * stage, logits_row, tile * KEYS, tid)
+            operand = self._load_keys(tiles, stage, tid)
+            self._multiply(tiles, accs[0], operand, 0)
+            for r in cutlass.range_constexpr(2):
+                key_scales[r] = (tiles.scales + (KEYS * stage + wgmma.row(tid, r))).load()
+            for i in cutlass.range_constexpr(spec.queries):  # of one while the next is multiplied
+                if const_expr(i + 1 < spec.queries):
+                    self._multiply(tiles, accs[(i + 1) % 2], operand, i + 1)
+                factors.store(self._weights(queries, i, tid).load())
+                if const_expr(i + 1 < spec.queries):
+                    warpgroup.wait_group(1)
+                else:
+                    warpgroup.wait_group(0)
+                logits_row = logits_rows + i * row_bytes
+                self._store(accs[i % 2], factors, key_scales, queries.lengths + i, problem, logits_row, tile * KEYS, tid)
             stage = cutlass.select_(stage == spec.stages - 1, Int32(0), stage + 1)
+
+    @cute.jit
+    def _load_keys(self, tiles: Tiles, stage: Int32, tid: Int32) -> cute.Tensor:
+        """The keys of a tile as an operand in registers, 16 of them, which all queries are multiplied with."""
+        operand = tiles.mma.make_fragment_A(tiles.mma.partition_shape_A((KEYS, D)))
+        registers = cute.recast_tensor(operand, Int32)
+        row = KEYS * stage + PAGE_STEP * (tid // WARP) + tid % PAGE_STEP
+        for k in cutlass.range_constexpr(D // 32):
+            matrices = load_matrices(_swizzled(tiles.key_bytes, row, 2 * k + tid % WARP // 16), False)
+            for i in cutlass.range_constexpr(4):
+                registers[4 * k + i] = matrices[i]
+        return operand
+
+    @cute.jit
+    def _multiply(self, tiles: Tiles, acc: cute.Tensor, operand: cute.Tensor, query: cutlass.Constexpr):
+        """Starts the products of a tile and a query."""
+        warpgroup.fence()
+        wgmma.issue(tiles.mma, acc, operand, tiles.tQ[None, None, None, query], False, [(i, i) for i in range(D // 32)])
+        warpgroup.commit_group()
+
+    def _weights(self, queries: Queries, query: int, tid: Int32) -> cute.Tensor:
+        """The weights of a query for this lane's heads, in shared memory."""
+        start = queries.weights + self.spec.weights // 4 * (4 * query + tid % 4)
+        return cute.make_tensor(start, cute.make_layout(self.spec.heads // 4))
 
     @cute.jit
     def _copy_queries(self, mQ: cute.Tensor, queries: Queries, q_bytes: Int32, tid: Int32):
@@ -315,10 +346,13 @@ class ScoreKernel:
             row = tid + i * spec.threads
             query, head = row // spec.heads, row % spec.heads
             if query < queries.count:
-                place = query * spec.heads + head % 8 // 2 * (spec.heads // 4) + head // 8 * 2 + head % 2
+                place = query * spec.weights + head % 8 // 2 * (spec.weights // 4) + head // 8 * 2 + head % 2
                 (queries.weights + place).store(problem.mWeights[queries.request, queries.first + query, head])
-        if tid < queries.count:
-            (queries.lengths + tid).store(self._length(problem, queries.request, queries.first + tid))
+        if tid < spec.queries:
+            length = Int32(0)  # of queries that are lacking, so that nothing of them is stored
+            if tid < queries.count:
+                length = self._length(problem, queries.request, queries.first + tid)
+            (queries.lengths + tid).store(length)
 
     @cute.jit
     def _load_page(self, problem: Problem, request: Int32, tile: Int32, length: Int32, tid: Int32) -> Int32:
@@ -356,29 +390,27 @@ class ScoreKernel:
     def _store(
         self,
         acc: cute.Tensor,
+        weights: cute.Tensor,
+        scales: cute.Tensor,
+        length_of_query: cute.Pointer,
         problem: Problem,
-        queries: Queries,
-        query: Int32,
-        scales: cute.Pointer,
         logits_row: Int64,
         begin: Int32,
         tid: Int32,
     ):
         """Logits of the two keys that four lanes share; the first two of them store one each."""
         products = wgmma.by_row(acc)
-        own = const_expr(self.spec.heads // 4)
-        weights = cute.make_tensor(queries.weights + own * (4 * query + tid % 4), cute.make_layout(own)).load()
-        length = (queries.lengths + query).load()
         values = []
         for r in cutlass.range_constexpr(2):
             sums = [Float32(0.0), Float32(0.0)]
-            for i in cutlass.range_constexpr(own):
+            for i in cutlass.range_constexpr(self.spec.heads // 4):
                 sums[i % 2] += cute.arch.fmax(products[r, i], Float32(0.0)) * weights[i]
-            value = (sums[0] + sums[1]) * (scales + wgmma.row(tid, r)).load()
+            value = (sums[0] + sums[1]) * scales[r]
             value += cute.arch.shuffle_sync_bfly(value, 1)
             value += cute.arch.shuffle_sync_bfly(value, 2)
             values.append(value)
         position = begin + wgmma.row(tid, 0) + 8 * (tid % 4)
+        length = length_of_query.load()
         if tid % 4 < 2 and position < length:
             target = cute.make_ptr(Float32, logits_row + 4 * Int64(position), AddressSpace.gmem, assumed_align=4)
             value = cutlass.select_(tid % 4 == 0, values[0], values[1])

@@ -66,8 +66,9 @@ class Memory(NamedTuple):
 class TopkKernel:
     """logits (rows, width) -> out (rows, topk): positions or slots of the highest, ascending, in one launch.
 
-    A cluster of CTAs shares a row, each warp has a range of neighbouring quads of 512 logits. No atomic decides
-    anything: they add to counters, and the result is a function of the logits alone.
+    A cluster of CTAs shares a row, each warp has a range of neighbouring quads of 512 logits, the first of which it
+    reads once and keeps. No atomic decides anything: they add to counters, and the result is a function of the logits
+    alone.
 
     1. Count all keys in a histogram of 2048 bins (32 a binade). Each CTA reads what it needs of all histograms of the
        cluster through distributed shared memory, and finds the *crossing bin*, where the wanted number is reached.
@@ -95,7 +96,7 @@ class TopkKernel:
         if reasons:
             raise ValueError(f"{spec}: " + "; ".join(reasons))
         self.spec = spec
-        self.cluster = spec.cluster
+        self.cluster, self.held = spec.cluster, spec.held
 
     @cute.jit
     def __call__(
@@ -205,7 +206,8 @@ class TopkKernel:
         warp, lane = cute.arch.make_warp_uniform(tid // WARP), tid % WARP
         listed = memory.listed + warp
         cute.arch.sync_threads()  # histograms are 0
-        self._count(row, Int32(memory.histograms.toint()), lane)
+        held = cute.make_rmem_tensor((4, VECTORS, max(self.held, 1)), Int32)  # keys of this warp's first quads
+        self._count(row, held, Int32(memory.histograms.toint()), lane)
         crossing, above, inside = self._cross(memory, Int32(0), topk, tid)
         low, high = bins.keys_of_bin(crossing)
         need = topk - above
@@ -223,7 +225,7 @@ class TopkKernel:
                 if lane == 0:
                     listed.store(Int32(0))
                 cute.arch.sync_warp()
-                self._mark(row, memory, (low, high, shift, refine), counters, warp, lane)
+                self._mark(row, held, memory, (low, high, shift, refine), counters, warp, lane)
             else:
                 self._settle(memory, (low, high, shift, refine), counters, length_of_list, warp, lane)
             running = refine
@@ -237,30 +239,28 @@ class TopkKernel:
         return self._list(row, memory, need, rank, tid)
 
     @cute.jit
-    def _load(self, row: Row, quad: Int32, lane: Int32, raw: cute.Tensor):
-        """Starts the load of a lane's cells in a quad of the row, (4, VECTORS) float32.
+    def _load(self, row: Row, index: Int32, lane: Int32, raw: cute.Tensor):
+        """Starts the load of a lane's cells in a quad of this warp, (4, VECTORS) float32.
 
         The quad in which the row ends is loaded cell by cell: nobody need have written what is behind the last one.
         """
-        if (quad + 1) * QUAD <= row.end:
+        first = (row.first + index) * QUAD
+        if first + QUAD <= row.end:
             vectors = cute.make_copy_atom(CopyG2ROp(), Float32, num_bits_per_copy=128)
             for v in cutlass.range_constexpr(VECTORS):
-                cell = quad * QUAD + 4 * (WARP * v + lane)
+                cell = first + 4 * (WARP * v + lane)
                 source = cute.make_ptr(Float32, row.base + 4 * Int64(cell), AddressSpace.gmem, assumed_align=16)
                 cute.copy(vectors, cute.make_tensor(source, cute.make_layout(4)), raw[None, v])
         else:
             for v in cutlass.range_constexpr(VECTORS):
                 for j in cutlass.range_constexpr(4):
-                    cell = cutlass.min(quad * QUAD + 4 * (WARP * v + lane) + j, row.end - 1)
+                    cell = cutlass.min(first + 4 * (WARP * v + lane) + j, row.end - 1)
                     source = cute.make_ptr(Float32, row.base + 4 * Int64(cell), AddressSpace.gmem, assumed_align=4)
                     raw[j, v] = source.load()
 
     @cute.jit
-    def _next_keys(self, row: Row, index: Int32, lane: Int32, raw: cute.Tensor, keys: cute.Tensor):
-        """Keys (4, VECTORS) of this warp's next quad from its cells; `ABSENT` where there is no logit.
-
-        Then the load of the quad after it starts.
-        """
+    def _keys(self, row: Row, index: Int32, lane: Int32, raw: cute.Tensor, keys: cute.Tensor):
+        """Keys (4, VECTORS) of a quad's cells; `ABSENT` where there is no logit."""
         quad = row.first + index
         for v in cutlass.range_constexpr(VECTORS):
             for j in cutlass.range_constexpr(4):
@@ -271,25 +271,43 @@ class TopkKernel:
                     cell = quad * QUAD + 4 * (WARP * v + lane) + j
                     exists = cell >= row.begin and cell < row.end
                     keys[j, v] = cutlass.select_(exists, keys[j, v], Int32(bins.ABSENT))
-        if index + 1 < row.quads:
-            self._load(row, quad + 1, lane, raw)
 
     @cute.jit
-    def _count(self, row: Row, histogram: Int32, lane: Int32):
-        """Counts the keys of this warp's range in the histogram.
+    def _next_keys(self, row: Row, index: Int32, lane: Int32, raw: cute.Tensor, keys: cute.Tensor):
+        """Keys of a quad from its cells; then the load of the quad after it starts."""
+        self._keys(row, index, lane, raw, keys)
+        if index + 1 < row.quads:
+            self._load(row, index + 1, lane, raw)
+
+    @cute.jit
+    def _count(self, row: Row, held: cute.Tensor, histogram: Int32, lane: Int32):
+        """Counts the keys of this warp's range in the histogram; those of its first quads stay in registers.
 
         Absent ones count too, in the lowest bin: that changes neither what is above a bin nor the bin that is reached,
         for there are more keys than wanted. Should it be the lowest, another turn counts what is marked.
         """
+        first = cute.make_rmem_tensor((4, VECTORS, max(self.held, 1)), Float32)
+        for i in cutlass.range_constexpr(self.held):
+            if i < row.quads:
+                self._load(row, Int32(i), lane, first[None, None, i])
+        for i in cutlass.range_constexpr(self.held):
+            if i < row.quads:
+                self._keys(row, Int32(i), lane, first[None, None, i], held[None, None, i])
+                self._count_quad(held[None, None, i], histogram)
         raw = cute.make_rmem_tensor((4, VECTORS), Float32)
-        if row.quads > 0:
-            self._load(row, row.first, lane, raw)
-        for i in cutlass.range(row.quads, unroll=1):
+        if row.quads > self.held:
+            self._load(row, Int32(self.held), lane, raw)
+        for i in cutlass.range(self.held, row.quads, unroll=1):
             keys = cute.make_rmem_tensor((4, VECTORS), Int32)
             self._next_keys(row, i, lane, raw, keys)
-            for v in cutlass.range_constexpr(VECTORS):
-                for j in cutlass.range_constexpr(4):
-                    bins.count(histogram, bins.bin_of(keys[j, v]))
+            self._count_quad(keys, histogram)
+
+    @cute.jit
+    def _count_quad(self, keys: cute.Tensor, histogram: Int32):
+        """Counts the keys of a quad."""
+        for v in cutlass.range_constexpr(VECTORS):
+            for j in cutlass.range_constexpr(4):
+                bins.count(histogram, bins.bin_of(keys[j, v]))
 
     @cute.jit
     def _cross(self, memory: Memory, histogram: Int32, wanted: Int32, tid: Int32):
@@ -364,35 +382,47 @@ class TopkKernel:
             cute.arch.sync_threads()
 
     @cute.jit
-    def _mark(self, row: Row, memory: Memory, bounds: tuple, counters: Int32, warp: Int32, lane: Int32):
+    def _mark(
+        self, row: Row, held: cute.Tensor, memory: Memory, bounds: tuple, counters: Int32, warp: Int32, lane: Int32
+    ):
         """Marks this warp's cells; those between bounds are listed and counted where that is wanted."""
+        raw = cute.make_rmem_tensor((4, VECTORS), Float32)
+        if row.quads > self.held:
+            self._load(row, Int32(self.held), lane, raw)
+        for i in cutlass.range_constexpr(self.held):
+            if i < row.quads:
+                self._mark_quad(held[None, None, i], memory, bounds, counters, warp, Int32(i), lane)
+        for i in cutlass.range(self.held, row.quads, unroll=1):
+            keys = cute.make_rmem_tensor((4, VECTORS), Int32)
+            self._next_keys(row, i, lane, raw, keys)
+            self._mark_quad(keys, memory, bounds, counters, warp, i, lane)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def _mark_quad(
+        self, keys: cute.Tensor, memory: Memory, bounds: tuple, counters: Int32, warp: Int32, index: Int32, lane: Int32
+    ):
+        """Marks the cells of a quad, `index` of this warp: four of a lane are a byte."""
         spec = self.spec
         low, high, shift, refine = bounds
         marks = cute.recast_ptr(memory.marks + warp * spec.mark_words, dtype=Uint8)
-        raw = cute.make_rmem_tensor((4, VECTORS), Float32)
-        if row.quads > 0:
-            self._load(row, row.first, lane, raw)
-        for i in cutlass.range(row.quads, unroll=1):
-            keys = cute.make_rmem_tensor((4, VECTORS), Int32)
-            self._next_keys(row, i, lane, raw, keys)
-            for v in cutlass.range_constexpr(VECTORS):
-                byte = (i * VECTORS + v) * WARP + lane
-                above, reached = Int32(0), Int32(0)
+        for v in cutlass.range_constexpr(VECTORS):
+            byte = (index * VECTORS + v) * WARP + lane
+            above, reached = Int32(0), Int32(0)
+            for j in cutlass.range_constexpr(4):
+                above = above | cutlass.select_(keys[j, v] >= high, Int32(1 << j), Int32(0))
+                reached = reached | cutlass.select_(keys[j, v] >= low, Int32(1 << j), Int32(0))
+            inside = above ^ reached
+            (marks + byte).store(Uint8(above | (inside << 4)))
+            if inside != 0 and refine != 0:
+                place = cute.arch.atomic_add(memory.listed + warp, Int32(cute.arch.popc(inside)))
                 for j in cutlass.range_constexpr(4):
-                    above = above | cutlass.select_(keys[j, v] >= high, Int32(1 << j), Int32(0))
-                    reached = reached | cutlass.select_(keys[j, v] >= low, Int32(1 << j), Int32(0))
-                inside = above ^ reached
-                (marks + byte).store(Uint8(above | (inside << 4)))
-                if inside != 0 and refine != 0:
-                    place = cute.arch.atomic_add(memory.listed + warp, Int32(cute.arch.popc(inside)))
-                    for j in cutlass.range_constexpr(4):
-                        if (inside >> j) & 1 != 0:
-                            if place < spec.listed:
-                                (memory.keys + warp * spec.listed + place).store(keys[j, v])
-                                (memory.places + warp * spec.listed + place).store(8 * byte + j)
-                            place += 1
-                            bins.count(counters, (keys[j, v] - low) >> shift)
-        cute.arch.sync_warp()
+                    if (inside >> j) & 1 != 0:
+                        if place < spec.listed:
+                            (memory.keys + warp * spec.listed + place).store(keys[j, v])
+                            (memory.places + warp * spec.listed + place).store(8 * byte + j)
+                        place += 1
+                        bins.count(counters, (keys[j, v] - low) >> shift)
 
     @cute.jit
     def _settle(self, memory: Memory, bounds: tuple, counters: Int32, length_of_list: Int32, warp: Int32, lane: Int32):

@@ -19,7 +19,6 @@ from bench import mla, svg
 from cute_kernels.mla.spec import EVENTS, ROLES, MlaDecodeSpec
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.sources import parameters
-from fp8_mla import TOKEN_BYTES
 from fp8_mla.formats import V3_2
 
 SPEC: Final = MlaDecodeSpec(sparse=True, trace=True)
@@ -84,21 +83,24 @@ def measure(device: str = "cuda") -> list[Step]:
     out, lse = (torch.full_like(tensor, float("nan")) for tensor in expected)
     ctas = CASE.batch * SPEC.head_blocks(CASE.h_q)
     times = torch.zeros((ctas, len(ROLES) + 1, STEPS, 2), dtype=torch.int64, device=device)
-    # zero_row is what masked keys read, of which there are none; one CTA has all keys, so there are no partials
-    zero_row = torch.zeros(TOKEN_BYTES, dtype=torch.uint8, device=device)
-    arguments = {
+    page = V3_2.page_layout(case.kv_cache.shape[1])
+    arguments: dict[str, Any] = {
         "mQ": case.q,
         "mKV": case.kv_cache,
         "mIndex": case.indices,
         "mLength": torch.full((CASE.batch, CASE.s_q), CASE.keys, dtype=torch.int32, device=device),
+        **{"data_stride": page.data_stride, "scale_offset": page.scale_offset, "scale_stride": page.scale_stride},
         "mSink": torch.full((CASE.h_q,), -torch.inf, dtype=torch.float32, device=device),
-        **{"mOut": out, "mLse": lse, "scratch": 0, "counters": 0, "zero_row": zero_row.data_ptr()},
+        # one CTA has all keys, so there are no partials
+        **{"mOut": out, "mLse": lse, "scratch": 0, "counters": 0},
         **{"softmax_scale": V3_2.d_qk**-0.5, "num_splits": 1, "merge_ctas": 1, "max_ctas": ctas, "causal": 0},
         "trace": times.data_ptr(),
     }
+    names = parameters(SPEC.kernel)
+    arguments |= {name: None for name in names if "extra" in name.lower()}  # there is no second cache
     kernel = get_kernel(SPEC)
     for _ in range(3):  # the first finds nothing in the caches
-        kernel(*(arguments[name] for name in parameters(SPEC.kernel)))
+        kernel(*(arguments[name] for name in names))
     torch.cuda.synchronize()
     if not all(torch.equal(got, want) for got, want in zip((out, lse), expected, strict=True)):
         raise ValueError("the traced kernel has other results than the one that ships")

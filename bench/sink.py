@@ -1,10 +1,10 @@
-"""The benchmarks of sink attention, forward and backward, and of its two routes for few queries.
+"""The benchmarks of sink attention, forward and backward, over packed sequences, and of its routes for few queries.
 
-Every case has 65,536 tokens in all, causal, in bfloat16, with sinks. It is checked against float64 on some rows, keys
-and heads before it is timed. Gradients that are sums over all queries, and dq of a backward that is not deterministic,
-whose terms come in any order, have a limit of their relative error instead. cuDNN's attention, which has no sinks, and
-FlashAttention 3 and 4 run over the same tensors. FLOP are those of pairs that are not masked: 4 d a pair and head
-forward, 10 d backward.
+Cases of one length have 65,536 tokens in all. All are causal, in bfloat16, with sinks. Each is checked against float64
+on some rows, keys and heads before it is timed. Gradients that are sums over all queries, and dq of a backward that is
+not deterministic, whose terms come in any order, have a limit of their relative error instead. cuDNN's attention, which
+has no sinks, and FlashAttention 3 and 4 run over the same tensors. FLOP are those of pairs that are not masked: 4 d a
+pair and head forward, 10 d backward.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from bench.in_layer import Timing
 from bench.run import RESULTS, Case, Work, finite
 from bench.timing import Call, sets_to_outgrow_l2
 from cute_kernels.sink import backward_spec
+from cute_kernels.sink import spec as sink_spec
 from cute_kernels.sink.plan import route
 from cute_kernels.warm.shapes import GqaShape, PrefillShape
 from tests.kit.compare import Comparison, relative_error
@@ -85,8 +86,7 @@ class SinkAttentionCase(Case):
     @property
     def pairs(self) -> int:
         """Number of (query, key) pairs that are not masked, over all sequences, for one head."""
-        seen = min(self.s, self.window or self.s)
-        return self.batch * (seen * (seen + 1) // 2 + (self.s - seen) * seen)
+        return self.batch * _pairs(self.s, self.window)
 
     @property
     def flops(self) -> int:
@@ -124,8 +124,11 @@ class SinkAttentionCase(Case):
         if self.sink_cost and normal:
             variants = {"us_without_sinks": {"": functools.partial(self._without_sinks, inputs)}}
         limits = {"dq": GRADIENTS_LIMIT if normal else math.inf} if self.backward and not self.deterministic else {}
+        checks = _checks(inputs[0], forwards[0], results, normal)
+        if self.backward and normal:
+            checks += _check_sinks(inputs[0], forwards[0], results[3])
         return Work(
-            check_call(self, inputs[0], forwards[0], results, normal),
+            _joined(self.name, checks, results),
             lambda: calls,
             results,
             NAMES if self.backward else RESULTS,
@@ -150,9 +153,7 @@ class SinkAttentionCase(Case):
         """The call to time: the public forward, or the backward operator that autograd calls."""
         if not self.backward:
             return functools.partial(_forward, case)
-        tensors = (case.q, case.k, case.v, case.s_aux, None, None)
-        numbers = (case.causal, case.window, case.softmax_scale, self.deterministic)
-        return functools.partial(OPS.sink_attention_backward.default, case.d_out, *forward, *tensors, *numbers, None)
+        return functools.partial(_backward, case, *forward, deterministic=self.deterministic)
 
     def _without_sinks(self, inputs: Sequence[SinkCase]) -> list[Call]:
         plain = [dataclasses.replace(one, s_aux=None) for one in inputs]
@@ -170,48 +171,172 @@ def _forward(case: SinkCase) -> Any:
     return cute_kernels.sink_attention(**case.arguments(), return_lse=True)
 
 
+def _backward(case: SinkCase, out: torch.Tensor, lse: torch.Tensor, deterministic: bool = False) -> Any:
+    tensors = (case.q, case.k, case.v, case.s_aux, case.cu_seqlens_q, case.cu_seqlens_k)
+    numbers = (case.causal, case.window, case.softmax_scale, deterministic)
+    return OPS.sink_attention_backward.default(case.d_out, out, lse, *tensors, *numbers, None)
+
+
+# ---- packed sequences
+
+
+@dataclass(frozen=True)
+class PackedSinkCase(Case):
+    """A forward and backward of packed sequences, as in training.
+
+    shortest, longest  between which lengths are drawn
+    """
+
+    h_q: int
+    h_kv: int
+    d: int
+    window: int | None = None
+    batch: int = 64
+    shortest: int = 100
+    longest: int = 4000
+    op: ClassVar[str] = "sink_attention"
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence, the same in all runs."""
+        gen = torch.Generator("cpu").manual_seed(0)
+        drawn = torch.randint(self.shortest, self.longest + 1, (self.batch,), generator=gen, device="cpu")
+        return [int(n) for n in drawn]
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What names the case in a record."""
+        key: dict[str, Any] = {"op": self.op, "pass": "packed", "batch": self.batch, "tokens": sum(self.lengths)}
+        key |= {"h_q": self.h_q, "h_kv": self.h_kv, "d": self.d}
+        return key if self.window is None else {**key, "window": self.window}
+
+    @property
+    def name(self) -> str:
+        """As `--only` matches it."""
+        window = "" if self.window is None else f" window {self.window}"
+        return f"{self.op} packed {self.batch}x{self.h_q} d {self.d}{window}"
+
+    @property
+    def flops(self) -> int:
+        """The two products of the forward and the five of the backward."""
+        return 14 * self.d * self.h_q * sum(_pairs(n, self.window) for n in self.lengths)
+
+    @property
+    def bytes_moved(self) -> int:
+        """The fewest bytes: q, k and v twice, out and lse written and read, dout, and gradients."""
+        tokens = sum(self.lengths)
+        return 2 * self.d * tokens * (6 * self.h_q + 6 * self.h_kv) + 8 * tokens * self.h_q
+
+    def specs(self, num_sms: int) -> list[Any]:
+        """The kernels, of backwards all that ship."""
+        return [*sink_spec.shipped_specs(), *backward_spec.shipped_specs()]
+
+    def rates(self, timing: Timing, ceilings: Any) -> dict[str, Any]:
+        """Without the fraction of reads, which bounds none of these."""
+        found = super().rates(timing, ceilings)
+        return {name: found[name] for name in ("TFLOPs", "GBps")}
+
+    def work(self, store: Any) -> Work:
+        """The case on the device `store`."""
+        pairs = [(n, n) for n in self.lengths]
+        options: dict[str, Any] = {"window": self.window, "packed": True, "padded": False, "device": store}
+        inputs = [sink_case(pairs, self.h_q, self.h_kv, self.d, **options, seed=seed) for seed in range(SETS)]
+        calls = [functools.partial(_both, one) for one in inputs]
+        results = calls[0]()
+        return Work(
+            self._check(inputs[0], results),
+            lambda: calls,
+            results,
+            (*RESULTS, *NAMES),
+            {"dq": GRADIENTS_LIMIT},
+            peers=lambda: peers.of_case(self, inputs, None, self._error),
+        )
+
+    def _check(self, case: SinkCase, results: Sequence[torch.Tensor]) -> Comparison:
+        out, lse, dq, dk, dv, ds_aux = results
+        checks = _check_sinks(case, (out, lse), ds_aux)
+        for number in dict.fromkeys([0, self._longest, self.batch - 1]):
+            one = _one_sequence(case, number)
+            forward = [case.of_queries(t, number)[None] for t in (out, lse)]
+            keys = [case.of_keys(t, number)[None] for t in (dk, dv)]
+            checks += _checks(one, (), forward, True)
+            checks += _checks(one, forward, [case.of_queries(dq, number)[None], *keys, ds_aux], True)
+        return _joined(self.name, checks, results)
+
+    @property
+    def _longest(self) -> int:
+        return self.lengths.index(max(self.lengths))
+
+    def _error(self, got: torch.Tensor, case: SinkCase) -> float:
+        """Relative error of the last rows of a peer's dq of the longest sequence."""
+        one = _one_sequence(case, self._longest)
+        part = Part(one, 0, 0, one.lengths[0][0] - BLOCK)
+        own = part.queries(case.of_queries(got, self._longest)[None])
+        return relative_error(own, SinkExpectation.of(part.case).gradients[0].exact)
+
+
+def _both(case: SinkCase) -> Any:
+    out, lse = _forward(case)
+    return (out, lse, *_backward(case, out, lse))
+
+
+def _one_sequence(case: SinkCase, number: int) -> SinkCase:
+    """A packed sequence as a batch of one."""
+    queries, keys = (
+        (case.of_queries(t, number)[None] for t in (case.q, case.d_out)),
+        (case.of_keys(t, number)[None] for t in (case.k, case.v)),
+    )
+    (q, d_out), (k, v) = queries, keys
+    one = {"lengths": [case.lengths[number]], "cu_seqlens_q": None, "cu_seqlens_k": None}
+    return dataclasses.replace(case, **one, q=q, k=k, v=v, d_out=d_out)
+
+
+def _pairs(s: int, window: int | None) -> int:
+    """Number of (query, key) pairs of a sequence that are not masked."""
+    seen = min(s, window or s)
+    return seen * (seen + 1) // 2 + (s - seen) * seen
+
+
 # ---- checks
 
 
-def check_call(
-    bench: SinkAttentionCase,
-    case: SinkCase,
-    forward: Sequence[torch.Tensor],
-    results: Sequence[torch.Tensor],
-    sums: bool,
-) -> Comparison:
+def _checks(
+    case: SinkCase, forward: Sequence[torch.Tensor], results: Sequence[torch.Tensor], sums: bool
+) -> list[Comparison]:
     """Compares results with float64: first, middle and last rows, of the first and the last KV head.
 
     Args:
-        bench: the case.
-        case: its first input.
-        forward: out and lse that a backward got.
-        results: of the first call.
-        sums: whether to compare sums over all queries too. Their limit is that of N(0,1) numbers: of others, terms may
-            cancel.
+        case: sequences of one length.
+        forward: out and lse that a backward got; nothing for a forward.
+        results: out and lse, or dq, dk, dv and more.
+        sums: whether to compare dk and dv that are sums over all queries too. Their limit is that of N(0,1) numbers: of
+            others, terms may cancel.
     """
-    checks = []
-    for sequence, head in dict.fromkeys([(0, 0), (bench.batch - 1, bench.h_kv - 1)]):
-        for first in dict.fromkeys([0, bench.s // 2, bench.s - BLOCK]):
+    checks, s = list[Comparison](), case.lengths[0][0]
+    for sequence, head in dict.fromkeys([(0, 0), (len(case.lengths) - 1, case.k.shape[2] - 1)]):
+        for first in dict.fromkeys([0, (s - BLOCK) // 2, s - BLOCK]):
             some = Part(case, sequence, head, first)
             expected = SinkExpectation.of(some.case)
-            if not bench.backward:
+            if not forward:
                 out, lse = (some.queries(t) for t in results)
                 checks.append(expected.check_forward(out, lse, name=f"rows from {first}"))
                 continue
             dq, dk, dv, _ = results
             checks.append(expected.gradients[0].compare(some.queries(dq), f"dq from {first}"))
-            if first == bench.s - BLOCK:  # no earlier query sees these keys
+            if first == s - BLOCK:  # no earlier query sees these keys
                 for name, measure, got in zip(NAMES[1:], expected.gradients[1:3], (dk, dv), strict=False):
                     last = Measure(*(t[:, first:] for t in measure))
                     part = some.keys(got)[:, first:]
                     checks.append(last.compare(part, f"{name} from {first}", gain=name in GAINS))
-        if bench.backward and sums:
-            checks += _check_keys(Part(case, sequence, head, 0, bench.s), forward, results)
-    if bench.backward and sums:
-        checks += _check_sinks(case, forward, results[3])
+        if forward and sums:
+            checks += _check_keys(Part(case, sequence, head, 0, s), forward, results)
+    return checks
+
+
+def _joined(name: str, checks: Sequence[Comparison], results: Sequence[torch.Tensor]) -> Comparison:
+    """All checks as one, which also asks that every element of the results is finite."""
     whole = Comparison(
-        bench.name,
+        name,
         tuple(f"{check.name}: {problem}" for check in checks for problem in check.problems),
         rel_err=max(check.rel_err for check in checks),
         rel_err_baseline=max(check.rel_err_baseline for check in checks),
@@ -272,9 +397,9 @@ def _check_sinks(case: SinkCase, forward: Sequence[torch.Tensor], ds_aux: torch.
     if case.s_aux is None:
         return []
     expected = torch.zeros_like(case.s_aux, dtype=torch.float64)
-    for rows_out, d_out, log_sum in zip(forward[0], case.d_out, forward[1], strict=True):
-        delta = (rows_out.double() * d_out.double()).sum(-1)
-        expected -= (torch.sigmoid(case.s_aux.double() - log_sum.double()) * delta).sum(0)
+    for number in range(len(case.lengths)):
+        out, lse, d_out = (case.of_queries(t, number).double() for t in (*forward, case.d_out))
+        expected -= (torch.sigmoid(case.s_aux.double() - lse) * (out * d_out).sum(-1)).sum(0)
     return [_within("ds_aux", ds_aux, expected)]
 
 
@@ -397,4 +522,9 @@ ROUTING_CASES: Final = tuple(
     for s_k in (64, 128, 256, 512, 1024, 2048, 8192)
     for s_q in (1, 2, 4, 8)
 )
-CASES: Final = (*ATTENTION_CASES, *ROUTING_CASES)
+PACKED_CASES: Final = tuple(
+    PackedSinkCase(**heads, window=window, peers=("fa4",), must={"ratio": 1.05})
+    for heads in (_SMALL, _WIDE)
+    for window in (None, 128)
+)
+CASES: Final = (*ATTENTION_CASES, *PACKED_CASES, *ROUTING_CASES)

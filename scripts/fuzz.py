@@ -3,6 +3,7 @@
     python scripts/fuzz.py                         100,000 calls and 20,000 invalid ones; fewer where there is no GPU
     python scripts/fuzz.py --short                 6,000 and 1,500
     python scripts/fuzz.py --minutes 20 --first-round 100000
+    python scripts/fuzz.py --only sink_gradients --calls 20000      calls of one kind
     python scripts/fuzz.py --round 4711            a round again, in this process
     python scripts/fuzz.py --round 4711 --shrink   the simplest call that is wrong alone, if one of the round is
 
@@ -53,6 +54,7 @@ class Plan(NamedTuple):
     minutes      instead of `calls`: begin rounds for so long
     workers      processes; 0: this one
     first_round  disjoint runs need disjoint rounds
+    only         the one of `strategies.MAKERS` whose calls they are
     """
 
     calls: int
@@ -60,6 +62,7 @@ class Plan(NamedTuple):
     minutes: float | None = None
     workers: int = 12
     first_round: int = 0
+    only: str | None = None
 
 
 PLANS: Final = {
@@ -78,7 +81,7 @@ def rounds_of(plan: Plan, device: torch.device) -> Iterator[Work]:
     invalid = -(-plan.invalid // rounds)
     number = 0
     while number < rounds if plan.minutes is None else time.monotonic() - started < plan.minutes * 60:
-        yield Work(plan.first_round + number, CALLS_OF_ROUND, invalid, turns)
+        yield Work(plan.first_round + number, CALLS_OF_ROUND, invalid, turns, plan.only)
         number += 1
 
 
@@ -112,6 +115,7 @@ def run(plan: Plan, device: torch.device) -> dict[str, Any]:
         "kernels": len(specs),
         "findings": [finding._asdict() for finding in findings[:1000]],
         "fault_reports": total.faults,
+        **({} if plan.only is None else {"only": plan.only}),
     }
 
 
@@ -142,16 +146,17 @@ def default_device() -> torch.device:
 def show_result(result: dict[str, Any]) -> None:
     """The counts, and below them what was wrong with the commands that make it again."""
     print(", ".join(f"{key} {value}" for key, value in result.items() if key not in ("findings", "fault_reports")))
+    only = f" --only {result['only']}" if "only" in result else ""
     for finding in result["findings"][:SHOWN]:
         kind = "no memory" if finding["no_memory"] else "wrong"
-        print(f"\n{kind}: {finding['said']}\n  python scripts/fuzz.py --round {finding['seed']}")
+        print(f"\n{kind}: {finding['said']}\n  python scripts/fuzz.py --round {finding['seed']}{only}")
     for fault in result["fault_reports"]:
         print(f"\nfault: {fault}")
 
 
-def again(seed: int, device: torch.device, simplest: bool) -> int:
+def again(seed: int, device: torch.device, only: str | None, simplest: bool) -> int:
     """Makes a round again, or looks for the simplest wrong call; how many findings there are."""
-    work = Work(seed, CALLS_OF_ROUND, turns=TURNS[device.type])
+    work = Work(seed, CALLS_OF_ROUND, turns=TURNS[device.type], only=only)
     if simplest:
         shrink(work, device)
         print("no call of the round is wrong alone")
@@ -169,13 +174,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, help="begin rounds for so long, whatever their number")
     parser.add_argument("--workers", type=int, metavar="N", help="processes; 0: this one")
     parser.add_argument("--first-round", type=int, metavar="N", default=0, help="disjoint runs need disjoint rounds")
+    parser.add_argument("--only", choices=list(strategies.MAKERS), help="what all calls are")
     parser.add_argument("--round", type=int, metavar="N", help="make a round again")
     parser.add_argument("--shrink", action="store_true", help="of that round, look for the simplest wrong call")
     parser.add_argument("--out", type=pathlib.Path, default=RESULT, help=f"default: {RESULT.relative_to(ROOT)}")
     options = parser.parse_args(arguments)
     device = default_device()
     if options.round is not None:
-        return int(again(options.round, device, options.shrink) > 0)
+        return int(again(options.round, device, options.only, options.shrink) > 0)
     given = {name: getattr(options, name) for name in Plan._fields if getattr(options, name) is not None}
     plan = PLANS[device.type, options.short]._replace(**given)
     result = run(plan, device)

@@ -135,22 +135,51 @@ def train(attention: str, steps: int, tokens: int, device: str) -> list[float]:
     return losses
 
 
-def measure(attention: str, tokens: int, repeats: int = 5) -> dict[str, Any]:
-    """Milliseconds and GiB of a forward and backward of two layers like those of gpt-oss-20b, on a GPU."""
+def attention_step(model: Any, batch: Batch, masks: dict[str, Any]) -> Callable[[], None]:
+    """A forward and backward of the attention modules alone, each over what the one before it gave."""
+    inner, kinds = model.model, model.config.layer_types
+    shape = (*batch.input_ids.shape, model.config.hidden_size)
+    hidden = torch.randn(shape, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    options = {"position_embeddings": inner.rotary_emb(hidden, batch.position_ids), "position_ids": batch.position_ids}
+    made = masks.get("attention_mask", dict.fromkeys(kinds))
+    others = {name: value for name, value in masks.items() if name != "attention_mask"}
+
+    def step() -> None:
+        model.zero_grad()
+        out = hidden
+        for layer, kind in zip(inner.layers, kinds, strict=True):
+            out = layer.self_attn(hidden_states=out, attention_mask=made[kind], **options, **others)[0]
+        out.backward(hidden.detach())
+
+    return step
+
+
+def milliseconds(step: Callable[[], None], repeats: int = 5) -> float:
+    """Of a step on a GPU, after two that are not timed."""
+    for repeat in range(2 + repeats):
+        if repeat == 2:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            start = time.perf_counter()
+        step()
+    torch.cuda.synchronize()
+    return round((time.perf_counter() - start) / repeats * 1000, 2)
+
+
+def measure(attention: str, tokens: int) -> dict[str, Any]:
+    """Forward and backward of two layers like those of gpt-oss-20b, on a GPU: ms and GiB, and ms of attention alone."""
     case: dict[str, Any] = {"attention": attention, "tokens": tokens}
     torch.cuda.empty_cache()
     try:
         model, batch = model_of(LIKE_20B, attention, "cuda").bfloat16(), next(batches(tokens, "cuda"))
         masks = masks_of(attention, batch, model.config.sliding_window)
-        for repeat in range(2 + repeats):
-            if repeat == 2:
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-                start = time.perf_counter()
+
+        def step() -> None:
             model.zero_grad()
             loss_of(model, batch, masks).backward()
-        torch.cuda.synchronize()
-        case["ms"] = round((time.perf_counter() - start) / repeats * 1000, 2)
+
+        case["attention_ms"] = milliseconds(attention_step(model, batch, masks))
+        case["ms"] = milliseconds(step)
         case["GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
         case["sequences"] = len(batch.cu_seqlens) - 1
     except torch.OutOfMemoryError:
@@ -199,11 +228,12 @@ def table(found: list[dict[str, Any]]) -> str:
     """Time and memory of steps, a row for each number of tokens."""
     cases = {(case["tokens"], case["attention"]): case for one in found for case in one["cases"]}
     names = list(dict.fromkeys(name for _, name in cases))
-    rows = [f"| {found[0]['card']}: packed tokens | " + " | ".join(f"{name}, ms | GiB" for name in names) + " |"]
-    rows.append("| ---: |" + " ---: | ---: |" * len(names))
+    columns = ("attention, ms", "step, ms", "GiB")
+    rows = [f"| {found[0]['card']}: packed tokens | " + " | ".join(f"{n}: {c}" for n in names for c in columns) + " |"]
+    rows.append("| ---: |" + " ---: |" * (len(columns) * len(names)))
     for tokens in sorted({tokens for tokens, _ in cases}):
         own = [cases.get((tokens, name), {"failed": "-"}) for name in names]
-        cells = [f"{case.get('failed') or case['ms']} | {case.get('GiB', '-')}" for case in own]
+        cells = [str(case.get(key, case.get("failed"))) for case in own for key in ("attention_ms", "ms", "GiB")]
         rows.append(f"| {tokens} | {' | '.join(cells)} |")
     return "\n".join(rows)
 

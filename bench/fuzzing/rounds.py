@@ -44,12 +44,14 @@ class Work(NamedTuple):
     calls    valid ones
     invalid  calls with one wrong argument
     turns    of each thread; a turn is one call, or one replay of several
+    only     the one of `strategies.MAKERS` whose calls they are
     """
 
     seed: int
     calls: int = 48
     invalid: int = 0
     turns: int = 0
+    only: str | None = None
 
 
 class Finding(NamedTuple):
@@ -139,7 +141,7 @@ def for_each_call(
     @hypothesis.settings(
         max_examples=work.calls, database=None, deadline=None, phases=phases, suppress_health_check=list(HealthCheck)
     )
-    @hypothesis.given(strategies.calls(device))
+    @hypothesis.given(strategies.calls(device, work.only))
     def each(call: Call) -> None:
         visit(call)
 

@@ -68,27 +68,36 @@ def version() -> str:
 
 
 def prefill(case: Any, inputs: Sequence[SinkCase], store: Any) -> Offer | None:
-    """A forward, or the backward of its own forward; it gives no gradient of sinks."""
-    found = library()
-    if case.deterministic or isinstance(found, str):
+    """A forward, the backward of its own forward, or both over packed sequences; it gives no gradient of sinks."""
+    found, way = library(), case.key["pass"]
+    if "deterministic" in case.key or isinstance(found, str):
         return None
     with found.compiling():
-        calls = [_call(one, found, case.backward) for one in inputs]
+        calls = [_call(one, found, way) for one in inputs]
         out = calls[0]()[0]
-    note = "sinks in bfloat16, which get no gradient" if case.backward else "sinks in bfloat16"
+    note = "sinks in bfloat16" if way == "forward" else "sinks in bfloat16, which get no gradient"
     return Offer(calls, out, inputs[0], note)
 
 
-def _call(one: SinkCase, fa4: FA4, backward: bool) -> Callable[[], Any]:
+def _call(one: SinkCase, fa4: FA4, way: str) -> Callable[[], Any]:
     options: dict[str, Any] = {"softmax_scale": one.softmax_scale, "causal": True}
+    if one.packed:
+        longest = [max(pair[side] for pair in one.lengths) for side in range(2)]
+        options |= {"cu_seqlens_q": one.cu_seqlens_q, "cu_seqlens_k": one.cu_seqlens_k}
+        options |= {"max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
     if one.window is not None:
         options |= {"window_size_left": one.window - 1, "window_size_right": 0}
     sinks = None if one.s_aux is None else one.s_aux.bfloat16()
     forward = functools.partial(fa4.forward, one.q, one.k, one.v, **options, learnable_sink=sinks, return_lse=True)
-    if not backward:
+
+    def backward(out: Any, lse: Any) -> Any:
+        return fa4.backward(one.q, one.k, one.v, out, one.d_out, lse, **options)
+
+    if way == "forward":
         return lambda: forward()[:2]
-    out, lse = forward()[:2]
-    return functools.partial(fa4.backward, one.q, one.k, one.v, out, one.d_out, lse, **options)
+    if way == "packed":
+        return lambda: backward(*forward()[:2])
+    return functools.partial(backward, *forward()[:2])
 
 
 @contextlib.contextmanager

@@ -81,8 +81,8 @@ def _sink_name(case: Case) -> str:
         return str(case["pass"])
     window = f", window {case['window']}" if "window" in case else ""
     deterministic = ", deterministic" if case.get("deterministic") else ""
-    shape = f"{case['h_q']}/{case['h_kv']} heads of {case['d']}, {case['batch']} x {case['s_k']}"
-    return f"{case['pass']}, {shape}{window}{deterministic}"
+    size = f"{case['batch']} x {case['s_k']}" if "s_k" in case else f"{case['batch']} of {case['tokens']} tokens in all"
+    return f"{case['pass']}, {case['h_q']}/{case['h_kv']} heads of {case['d']}, {size}{window}{deterministic}"
 
 
 def _append_name(case: Case) -> str:

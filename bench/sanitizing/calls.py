@@ -258,7 +258,8 @@ def _sink(calls: Calls) -> None:
     # several blocks of rows and of keys, gradients added up in memory and apart, two heads to a head of the keys
     ragged = [(1, 1), (130, 260), (0, 5), (64, 0), (3, 70)]
     calls.sink("whole", lengths=[(200, 260)] * 2)
-    calls.sink("deterministic", lengths=[(200, 260)], d=128, deterministic=True)
+    calls.sink("deterministic", lengths=[(200, 260)], deterministic=True)
+    calls.sink("deterministic, d 128", lengths=[(200, 260)], d=128, deterministic=True)
     calls.sink("window", lengths=[(300, 300)], window=70, sinks="extreme")
     calls.sink("wide window", lengths=[(100, 700)], d=128, window=600)
     calls.sink("packed", lengths=ragged, packed=True)

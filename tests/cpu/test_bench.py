@@ -53,6 +53,7 @@ SMALL: dict[str, Any] = {
     "int8 append": gqa.GqaAppendCase("per_token_head"),
     "forward": sink.SinkAttentionCase(128, 4, 2, 64),
     "backward": sink.SinkAttentionCase(128, 4, 2, 64, backward=True, sink_cost=True),
+    "packed": sink.PackedSinkCase(4, 2, 64, window=50, batch=4, shortest=64, longest=130),
     "routing": sink.RoutingCase(2, 2, 64, 4, 2),
 }
 EACH = pytest.mark.parametrize("name", SMALL)

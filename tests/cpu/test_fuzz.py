@@ -44,6 +44,11 @@ def test_a_round_is_named_by_its_seed_and_has_every_operator() -> None:
     assert seen - {"kv_append"} == set(OPS)  # one append in four is of another kind than INT8
 
 
+def test_calls_of_one_kind_alone() -> None:
+    made = calls_of(WORK._replace(only="sink_gradients"))
+    assert {call.op for call in made} == {"sink_attention"} and all(call.d_out is not None for call in made)
+
+
 def test_a_round_of_right_calls_finds_nothing() -> None:
     outcome = run_round(WORK._replace(invalid=60), CPU)
     assert outcome.findings == [] and outcome.invalid_calls == 60

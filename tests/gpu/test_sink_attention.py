@@ -37,7 +37,7 @@ CASES = covering_cases(
         "lengths": LENGTHS,
         "window": (None, 1, 64, 128, 600, 4096),
         "sinks": SINKS,
-        "ratio": (1, 4, 7, 8),
+        "ratio": (1, 4, 7, 8, 16),
         "d": (64, 128),
         "dtype": (torch.bfloat16, torch.float16),
         "h_kv": (1, 2, 3),

@@ -152,7 +152,7 @@ def test_forward_windows(d, window, causal, h_kv):
     check_forward(sink_case([(777, 900)], 4, h_kv, d, causal=causal, window=window, seed=window))
 
 
-@pytest.mark.parametrize(("h_q", "h_kv"), [(1, 1), (8, 1), (6, 2), (5, 5), (14, 2), (64, 8)])
+@pytest.mark.parametrize(("h_q", "h_kv"), [(1, 1), (8, 1), (6, 2), (5, 5), (14, 2), (16, 1), (64, 8)])
 def test_forward_ratios(h_q, h_kv):
     check_forward(sink_case([(200, 330)], h_q, h_kv, 64))
     check_forward(sink_case([(200, 330)], h_q, h_kv, 128, window=100))
@@ -195,7 +195,7 @@ def test_forward_grouped(spec, window, causal):
 
 @pytest.mark.parametrize("spec", GROUPED, ids=repr)
 @pytest.mark.parametrize("ctas", [1, 3, None])
-@pytest.mark.parametrize(("h_q", "h_kv"), [(1, 1), (8, 1), (6, 2), (5, 5), (14, 2), (64, 8)])
+@pytest.mark.parametrize(("h_q", "h_kv"), [(1, 1), (8, 1), (6, 2), (5, 5), (14, 2), (16, 1), (64, 8)])
 def test_forward_grouped_ratios(spec, ctas, h_q, h_kv):
     sizes = ([(200, 330)] * 2, h_q, h_kv, spec.d, DTYPES[spec.dtype])
     check_forward(sink_case(*sizes, window=128, packed=spec.packed, sinks="extreme"), spec, ctas, small=True)
@@ -330,7 +330,7 @@ def test_backward_windows(way, d, window, causal):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("h_q", "h_kv"), [(8, 1), (6, 2), (5, 5), (14, 2)])
+@pytest.mark.parametrize(("h_q", "h_kv"), [(8, 1), (6, 2), (5, 5), (14, 2), (16, 1)])
 def test_backward_ratios(way, h_q, h_kv):
     check_backward(sink_case([(200, 330)], h_q, h_kv, 64), way)
     check_backward(sink_case([(200, 330)], h_q, h_kv, 128, window=100), way)

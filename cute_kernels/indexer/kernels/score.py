@@ -300,7 +300,9 @@ class ScoreKernel:
                 else:
                     warpgroup.wait_group(0)
                 logits_row = logits_rows + i * row_bytes
-                self._store(accs[i % 2], factors, key_scales, queries.lengths + i, problem, logits_row, tile * KEYS, tid)
+                self._store(
+                    accs[i % 2], factors, key_scales, queries.lengths + i, problem, logits_row, tile * KEYS, tid
+                )
             stage = cutlass.select_(stage == spec.stages - 1, Int32(0), stage + 1)
 
     @cute.jit

@@ -25,10 +25,8 @@ def cache(device: str, layout: str, which: Which = "k", dtype: torch.dtype = I8,
 
 def of_dim(device: str, d: int, four_bits: Collection[str] = ()) -> dict[str, torch.Tensor]:
     """Both caches of another head dimension, in BNSH; those of 4-bit codes are named."""
-    return {
-        f"{which}_cache": cache(device, "BNSH", dtype=U8 if which in four_bits else I8, d=d // (1 + (which in four_bits)))
-        for which in ("k", "v")
-    }
+    sizes = {which: (U8, d // 2) if which in four_bits else (I8, d) for which in ("k", "v")}
+    return {f"{which}_cache": cache(device, "BNSH", dtype=dtype, d=row) for which, (dtype, row) in sizes.items()}
 
 
 def scale(device: str, layout: str, dtype: torch.dtype = F32) -> torch.Tensor:

@@ -211,6 +211,7 @@ def _gqa(calls: Calls) -> None:
     modifiers: dict[str, Any] = {"s_q": 3, "softcap": 15.0, "alibi": "batch", "q_dtype": torch.float16}
     calls.gqa("int8, softcap and ALiBi", **heads, **modifiers)
     calls.gqa("int8, blocks", **scales, n=3, s_q=2, layout="paged_HND", page_size=16, splits=(None, 1, 3))
+    calls.gqa("int4, blocks", kv_dtype="int4", n=3, layout="paged_NHD", page_size=64, splits=(None, 1, 3))
     calls.gqa("bfloat16, many blocks", kv_dtype="bf16", n=40, layout="paged_HND", page_size=128, own=False)
     calls.gqa("bfloat16, blocks without pages", kv_dtype="bf16", n=3, seqlens=[256, 256], whole=True)
     # parts of S change hands in shared memory, and their two buffers take turns

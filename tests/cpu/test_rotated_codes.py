@@ -50,6 +50,8 @@ def test_codes_are_those_of_the_arithmetic(d: int) -> None:
     x = torch.randn(200, d, generator=gen) * torch.logspace(-6, 6, 200).unsqueeze(1)
     x[50:100] = torch.randint(-9, 10, (50, d), generator=gen)
     x[100:150, 3] *= 50
+    x[150:160] = torch.arange(-5, 5).unsqueeze(1)
+    x[160:165], x[165:170] = 0.0, -0.0
     codes, scales = quantize_rotated(x.bfloat16())
     words = scales.view(torch.int32)
     for row, y in enumerate(rotate(x.bfloat16().float())):

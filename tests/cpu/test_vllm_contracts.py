@@ -5,6 +5,9 @@ import dataclasses
 import importlib
 import importlib.metadata
 import inspect
+import os
+import subprocess
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -35,8 +38,17 @@ from tests.kit.v4_layers import REAL_HEADS, v4_call
 from tests.kit.vllm_batches import HEADS, KV_HEADS, LIMITS, draw_batch, empty_cache
 from tests.kit.vllm_fakes import builder, common, global_indices, sparse_mla_layer
 
+ROOT = Path(__file__).resolve().parents[2]
 NEW_CACHES = not hasattr(theirs.AttentionBackend, "get_kv_cache_shape")
 """Whether this vLLM asks for `customize_spec` (0.33), or for shapes of caches (0.26)."""
+
+
+def test_4_bit_codes_are_those_of_vllm() -> None:
+    """Of its Triton kernel, which an interpreter runs on a CPU."""
+    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "tests.kit.vllm_int4"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert "the same bits" in done.stdout, done.stdout + done.stderr
 
 
 # ---- signatures

@@ -27,6 +27,8 @@ CACHES: dict[str, dict[str, Any]] = {
     "M3, int8": {"h_q": 32, "layout": "paged_HND", "page_size": 128, "index_block": 128},
     "pages of half a block": {"layout": "paged_NHD", "page_size": 64, "index_block": 128},
     "blocks of half a page": {"layout": "paged_HND", "page_size": 128, "kv_dtype": "int8_k_int4_v"},
+    "4-bit keys and values": {"h_q": 32, "layout": "paged_NHD", "page_size": 128, "kv_dtype": "int4",
+                              "index_block": 128},
     "pages of a token": {"layout": "paged_NHD", "page_size": 1, "kv_dtype": "bf16", "d": 64, "bad_entries": True},
     "fp8 in large pages": {"layout": "paged_NHD", "page_size": 512, "kv_dtype": "fp8", "d": 256,
                            "k_scales": "per_tensor", "v_scales": "per_tensor", "padded": True},
@@ -156,7 +158,9 @@ def test_lists_lengths_and_tables_change_between_replays() -> None:
         assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
 
 
-@pytest.mark.parametrize("name", ["M3", "M3, int8", "fp8 in large pages"])
+@pytest.mark.parametrize(
+    "name", ["M3", "M3, int8", "blocks of half a page", "4-bit keys and values", "fp8 in large pages"]
+)
 def test_the_same_bits_each_time_and_in_any_batch(name: str) -> None:
     """With a number of splits the bits of a sequence depend on it alone."""
     case = listed(**CACHES[name], seqlens=ragged_lengths(20, 3000, 64, seed=4), n=16)

@@ -28,7 +28,7 @@ CACHES: tuple[dict[str, Any], ...] = (
     {"layout": "paged_NHD", "d": 64, "h_q": 32, "page_size": 256},
     {"layout": "paged_HND", "d": 256, "page_size": 1},
     {"layout": "paged_NHD", "page_size": 1, "alibi": "batch", "softcap": 5.0},
-    {"layout": "BNSH", "starts": [300, 0, 64]},
+    {"layout": "BNSH", "starts": [300, 0, 2000]},
 )
 """Options of `usual` with kernels of their own: one to sixteen columns, all layouts, pages of all kinds."""
 
@@ -124,6 +124,10 @@ def test_keys_that_do_not_exist(of_kind):
         out, lse = decode(case, num_splits=num_splits, return_lse=True)
         assert (out == 0).all() and (lse == -INF).all()
     hold(of_kind(seqlens=[640, 640, 640], bad_entries=True, sink="finite"))
+    late = of_kind(seqlens=[300, 300, 17], starts=[300, 2**31 - 1, 18], sink="finite", s_q=2)
+    for num_splits in (None, 1, 3):
+        out, lse = decode(late, num_splits=num_splits, return_lse=True)
+        assert (out == 0).all() and (lse == -INF).all()
 
 
 def test_a_graph_whose_lengths_change(of_kind):

@@ -1,6 +1,7 @@
 """Right and wrong calls of `gqa_decode`, the appends and `sink_attention`; see tests/kit/bad_input.py."""
 
 import functools
+from collections.abc import Collection
 
 import torch
 
@@ -20,6 +21,12 @@ def cache(device: str, layout: str, which: Which = "k", dtype: torch.dtype = I8,
     size = {**SIZES, **sizes}
     size |= {"x": x, "c": size["d"] // x, **sizes}
     return bad.zeros(device, *(size[axis] for axis in LAYOUTS[layout].axes(which)), dtype=dtype)
+
+
+def of_dim(device: str, d: int, four_bits: Collection[str] = ()) -> dict[str, torch.Tensor]:
+    """Both caches of another head dimension, in BNSH; those of 4-bit codes are named."""
+    sizes = {which: (U8, d // 2) if which in four_bits else (I8, d) for which in ("k", "v")}
+    return {f"{which}_cache": cache(device, "BNSH", dtype=dtype, d=row) for which, (dtype, row) in sizes.items()}
 
 
 def scale(device: str, layout: str, dtype: torch.dtype = F32) -> torch.Tensor:
@@ -125,6 +132,14 @@ def gqa_wrong(device: str) -> Wrong:
             "k_scale", {"kind": "int4", "k_cache": four_bits, "v_cache": four_bits, **half},
         ),
         "int8 keys of kind int4": ("k_cache", {**rotated, "kind": "int4"}),
+        "rotated values of d 512": (
+            "v_cache", {"kind": "int8_k_int4_v", "q": new(*q[:3], 512), **of_dim(device, 512, "v")},
+        ),
+        **{f"4-bit codes of d {d}": ("k_cache", {"kind": "int4", "q": new(*q[:3], d), **of_dim(device, d, "kv")})
+           for d in (32, 96)},
+        "an odd d": ("q", {"q": new(*q[:3], 63), **of_dim(device, 63)}),
+        "caches of an odd d": ("k_cache", of_dim(device, 63)),
+        "4-bit codes of an odd d": ("q", {"kind": "int4", "q": new(*q[:3], 127), **of_dim(device, 128, "kv")}),
         **bad.overlapping(call, "out", "lse"),
         "out and lse in one memory": ("out", bad.sharing(call, "out", "lse")),
         "out of the memory of q, two bytes on": (
@@ -237,6 +252,10 @@ def kv_kind_wrong(device: str) -> Wrong:
     vllm = {f"{which}_cache": cache(device, "paged_vllm", which) for which in ("k", "v")}
     heads = dict.fromkeys(("k_scale", "v_scale"), torch.ones(H_KV, dtype=F32, device=device))
     half = {name: call[name].half() for name in ("k_scale", "v_scale")}
+
+    def tokens(d: int) -> Call:
+        return {which: bad.zeros(device, 3, H_KV, d) for which in ("k", "v")}
+
     return {
         **bad.wrong_options(kind=("int3", None, 4), layout=("NBSH",)),
         **bad.wrong_tensor(call, "k_cache", dtypes=[U8, FP8], off=8, needed=True),
@@ -246,6 +265,10 @@ def kv_kind_wrong(device: str) -> Wrong:
         "fp8 scales of heads": ("k_scale", {**fp8, **heads, "kind": "fp8_per_token_head"}),
         "fp8 in caches of int8": ("k_cache", {"v_cache": plain["v_cache"], "kind": "fp8_per_token_head"}),
         "int8 in caches of fp8": ("k_cache", {**fp8, "kind": "int8"}),
+        "rotated values of d 512": ("v_cache", {**tokens(512), **of_dim(device, 512, "v")}),
+        "rotated vectors of d 96": ("k_cache", {**tokens(96), **of_dim(device, 96, "kv"), "kind": "int4"}),
+        "an odd d": ("k_cache", {**tokens(127), **of_dim(device, 127), "kind": "int8"}),
+        "4-bit codes of an odd d": ("k", {**tokens(127), **of_dim(device, 128, "v")}),
         "packed pages": ("layout", {**vllm, "v_cache": vllm["v_cache"].view(U8), "layout": "paged_vllm"}),
         **bad.overlapping(call, "k_cache", "v_cache", "k_scale", "v_scale"),
         "everything on another device": ("k", bad.all_elsewhere(call)),

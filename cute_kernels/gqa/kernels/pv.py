@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cute_kernels.device import operands
+from cute_kernels.device import operands, registers
 from cute_kernels.gqa.kernels.fragments import Fragments
 
 
@@ -39,8 +39,10 @@ class PV(Fragments):
                 rounded = self.store_p(scaled_p, b[n][group])
                 if const_expr(spec.rotated):
                     for k in cutlass.range_constexpr(2):
-                        for c in cutlass.range_constexpr(2):
-                            zeros[2 * n + c] += rounded[2 * k + c].to(Float32) * zero_point[k]
+                        # as bits, or the compiler would round each number by itself, by an instruction of 1/16 the rate
+                        pair = registers.opaque(rounded[k])
+                        zeros[2 * n] += (pair << 16).bitcast(Float32) * zero_point[k]
+                        zeros[2 * n + 1] += (pair & -65536).bitcast(Float32) * zero_point[k]
         a = mma.make_fragment_A(shape_a)
         for m in cutlass.range_constexpr(blocks):
             self.widen_v(a, [raw[i] for i in self.v_registers(m)], m)
@@ -51,10 +53,13 @@ class PV(Fragments):
 
     @cute.jit
     def store_p(self, four: cute.Tensor, b: cute.Tensor) -> cute.Tensor:
-        """What a thread has of P^T for 8 columns, keys g and g + 8 of two columns, as a fragment of B; rounded."""
+        """What a thread has of P^T for 8 columns, keys g and g + 8 of two columns, as a fragment of B.
+
+        Returns the two pairs that are rounded.
+        """
         rounded = cute.make_rmem_tensor(4, self.v_dtype)
         rounded.store(four.load().to(self.v_dtype))
         r, target = cute.recast_tensor(rounded, Int32), cute.recast_tensor(b, Int32)
         target[0] = operands.transpose(r[0])
         target[1] = operands.transpose(r[1])
-        return rounded
+        return r

@@ -1,0 +1,52 @@
+"""Codes of vLLM's `int4_per_token_head`, by its Triton kernel in Triton's interpreter, beside ours.
+
+Run as a program of its own, with TRITON_INTERPRET=1 and CUDA_VISIBLE_DEVICES empty: Triton reads both when vLLM is
+imported.
+"""
+
+import torch
+from vllm.v1.attention.ops import int4_per_token_head as theirs
+
+from cute_kernels.gqa.reference import quantize_rotated
+from cute_kernels.gqa.rotation_reference import rotate
+from tests.kit.mla_cases import generator
+
+TOKENS, HEADS, PAGE = 48, 2, 4
+
+
+def vectors(d: int) -> torch.Tensor:
+    """(tokens, heads, d) bfloat16, whose rotations have both signs: of all sizes, integers, constants and zeros."""
+    gen = generator(d)
+    x = torch.randn(TOKENS, HEADS, d, generator=gen) * torch.logspace(-9, 9, TOKENS).view(-1, 1, 1)
+    x[10:30] = torch.randint(-9, 10, (20, HEADS, d), generator=gen)
+    x[30], x[31], x[32] = 2.0, 0.0, -0.0
+    x[33:36, :, 7] *= 50
+    return x.bfloat16()
+
+
+def compare(d: int) -> None:
+    """Bit for bit, codes and scales. The rotation is ours: theirs rounds to bfloat16 before the quantizer."""
+    x = vectors(d)
+    y = rotate(x.float())
+    shape = TOKENS // PAGE, PAGE, HEADS
+    caches = {f"{name}_cache": torch.zeros(*shape, d // 2, dtype=torch.uint8) for name in ("key", "value")}
+    scales = {f"{name}_scale_cache": torch.zeros(shape, dtype=torch.float32) for name in "kv"}
+    theirs._run_reshape_kernel(
+        theirs._reshape_cache_int4_kernel,
+        key=y,
+        value=y.flip(0),
+        **caches,
+        **scales,
+        slot_mapping=torch.arange(TOKENS),
+        packing_factor=2,
+    )
+    for given, codes, scale in zip((x, x.flip(0)), caches.values(), scales.values(), strict=True):
+        ours, words = quantize_rotated(given)
+        assert torch.equal(codes.view_as(ours), ours)
+        assert torch.equal(scale.view_as(words).view(torch.int32), words.view(torch.int32))
+
+
+if __name__ == "__main__":
+    for head_dim in (64, 128, 256):
+        compare(head_dim)
+    print("the same bits")

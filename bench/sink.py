@@ -149,11 +149,11 @@ class SinkAttentionCase(Case):
                 tensor.copy_(heads_of_tokens(family, (batch, heads, length, d), gen).transpose(1, 2))
         return case
 
-    def _call(self, case: SinkCase, *forward: torch.Tensor) -> Call:
+    def _call(self, case: SinkCase, *forward: Any) -> Call:
         """The call to time: the public forward, or the backward operator that autograd calls."""
         if not self.backward:
             return functools.partial(_forward, case)
-        return functools.partial(_backward, case, *forward, deterministic=self.deterministic)
+        return functools.partial(_backward, case, self.deterministic, *forward)
 
     def _without_sinks(self, inputs: Sequence[SinkCase]) -> list[Call]:
         plain = [dataclasses.replace(one, s_aux=None) for one in inputs]
@@ -171,7 +171,7 @@ def _forward(case: SinkCase) -> Any:
     return cute_kernels.sink_attention(**case.arguments(), return_lse=True)
 
 
-def _backward(case: SinkCase, out: torch.Tensor, lse: torch.Tensor, deterministic: bool = False) -> Any:
+def _backward(case: SinkCase, deterministic: bool, out: torch.Tensor, lse: torch.Tensor) -> Any:
     tensors = (case.q, case.k, case.v, case.s_aux, case.cu_seqlens_q, case.cu_seqlens_k)
     numbers = (case.causal, case.window, case.softmax_scale, deterministic)
     return OPS.sink_attention_backward.default(case.d_out, out, lse, *tensors, *numbers, None)
@@ -277,18 +277,17 @@ class PackedSinkCase(Case):
 
 def _both(case: SinkCase) -> Any:
     out, lse = _forward(case)
-    return (out, lse, *_backward(case, out, lse))
+    return (out, lse, *_backward(case, False, out, lse))
 
 
 def _one_sequence(case: SinkCase, number: int) -> SinkCase:
     """A packed sequence as a batch of one."""
-    queries, keys = (
-        (case.of_queries(t, number)[None] for t in (case.q, case.d_out)),
-        (case.of_keys(t, number)[None] for t in (case.k, case.v)),
-    )
-    (q, d_out), (k, v) = queries, keys
-    one = {"lengths": [case.lengths[number]], "cu_seqlens_q": None, "cu_seqlens_k": None}
-    return dataclasses.replace(case, **one, q=q, k=k, v=v, d_out=d_out)
+    q, d_out = (case.of_queries(t, number)[None] for t in (case.q, case.d_out))
+    k, v = (case.of_keys(t, number)[None] for t in (case.k, case.v))
+    lengths = [case.lengths[number]]
+    return dataclasses.replace(
+        case, lengths=lengths, q=q, k=k, v=v, d_out=d_out, cu_seqlens_q=None, cu_seqlens_k=None
+    )  # fmt: skip
 
 
 def _pairs(s: int, window: int | None) -> int:

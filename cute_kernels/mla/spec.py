@@ -84,6 +84,7 @@ class MlaDecodeSpec:
     kernel: ClassVar[str] = "cute_kernels.mla.kernels.decode:MlaDecodeKernel"
     cluster: ClassVar[int] = 1  # CTAs that share the keys of a query token and split
     p_stages: ClassVar[int] = 2  # of P, and of what the softmax stores with it
+    expanded_ahead: ClassVar[int] = 2  # key tiles that PV expands before its products; loads are as far ahead at least
     launch_registers: ClassVar[dict[int, int]] = {512: 128, 768: 80}  # of a thread, by threads of a CTA
 
     @property
@@ -199,8 +200,8 @@ class MlaDecodeSpec:
         return self.expands and self.few_heads
 
     @property
-    def qk_expands(self) -> bool:
-        """Whether that is the QK warpgroup: where the load warpgroup has the softmax, which is on the path of S."""
+    def pv_expands(self) -> bool:
+        """Whether these are the PV warpgroups: where the load warpgroup has the softmax, which is on the path of S."""
         return self.expands and not self.few_heads
 
     # ---- work and roles

@@ -22,8 +22,8 @@ A rope part of V4 is a value too: it stays in its stage until PV has read it, an
 
 Rows. A key has a data row and a scale row, which come from wherever its page has them (`Source`). A stage has e4m3
 codes; rows of other codes are expanded in place, before others see them: by the load warpgroup with 8 and 16 heads,
-where it does nothing else; else by QK, before its products. Of two caches a query has key tiles of the first, then
-those of the second; no tile has keys of both.
+where it does nothing else; else by PV, two tiles ahead of its products. Of two caches a query has key tiles of the
+first, then those of the second; no tile has keys of both.
 
 Splits. Several CTAs may share the keys of a query. Each leaves a partial in global memory and counts it; merge CTAs,
 with higher numbers in the same launch, wait for the count and merge with the code of `merge_states`. They wait only for
@@ -69,7 +69,7 @@ Mbarriers of a sparse call with 16 heads
   p_full[2]         128                 P, weights, flags and factors are stored
   p_empty[2]        256                 the last wgmma of PV has read P
 
-of a call over V4.1's fp4 with 64 heads, which QK expands
+of a call over V4.1's fp4 with 64 heads, which PV expands
   q_full              1 + 65,536 bytes  Q is loaded
   keys_full[3]      256                 a key tile is loaded, its mask set
   keys_empty[3]     256                 PV has its codes in registers
@@ -77,7 +77,7 @@ of a call over V4.1's fp4 with 64 heads, which QK expands
   s_empty           128                 the softmax has read S
   p_full[2]         128                 P, weights, flags and factors are stored
   p_empty[2]        256                 the last wgmma of PV has read P
-  raw_full[3]       256                 rows to expand are copied, or others come
+  raw_full[3]       256                 rows to expand are copied; or others come, or none do
 Named barriers are in pipelines.py.
 
 Shared memory, of 232,448 bytes, with 64 heads

@@ -16,6 +16,7 @@ from cute_kernels.mla.kernels.pipelines import MlaPipelines, pipelines
 from cute_kernels.mla.kernels.scheduler import Scheduler, WorkTable, tiles_of
 from cute_kernels.mla.kernels.smem import (
     CODES_BYTES,
+    NO_TILE,
     ROPE_BYTES,
     WARPS,
     codes_bytes,
@@ -70,7 +71,7 @@ class LoadCursor(NamedTuple):
     extra_begin  a whole number of key tiles
     entry        the entry of this lane's key
     next_length  length of the next work tile
-    loaded       key tiles loaded so far
+    loaded       key tiles loaded so far, and stages closed after the last one
     unexpanded   a bit for each step so far, the last one in bit 0: 1 if it has loaded a tile that `expand` is to expand
     """
 
@@ -162,8 +163,9 @@ class KeyLoader:
     tile of `stages` before, and what PV needs for that is there: all but the newest tile are expanded before a step,
     and there are `stages` of them, more than one.
 
-    With 32 and 64 heads QK expands (`ScaledKeyQkWarpgroups.expand`), and copies arrive on `raw`. All tiles do, so QK
-    waits for one after the other; those that do not expand arrive there at once.
+    With 32 and 64 heads PV expands (`ScaledKeyPvWarpgroups.expand`), and copies arrive on `raw`. All tiles do, so PV
+    waits for one after the other; those that do not expand arrive there at once. A step without a tile gives PV a stage
+    with NO_TILE instead (`close`).
     """
 
     def __init__(self, spec: MlaDecodeSpec):
@@ -232,6 +234,9 @@ class KeyLoader:
         next_work, tiles_left, position, main, extra, extra_begin, entry, length, loaded, unexpanded = cursor
         if const_expr(self.spec.load_expands):
             unexpanded = unexpanded << 1
+        if const_expr(self.spec.pv_expands):
+            if tiles_left == 0:
+                loaded = self.close(smem, loaded, tid)
         if tiles_left > 0:
             self.stamp(smem, loaded, 0, 0, tid)
             self.await_room(smem, loaded, tid)
@@ -266,7 +271,7 @@ class KeyLoader:
         row, kind = Row(valid, data, scales), Int32(0)
         if const_expr(len(kinds) > 1):
             kind = Int32(1) if position - self.row(tid) >= extra_begin else Int32(0)
-        if const_expr(len(kinds) > 1):
+        if const_expr(len(kinds) > 1 or self.spec.pv_expands):
             sKinds = stage_kinds(smem, self.spec)
             if tid == 0:
                 sKinds[self.edges.keys.index(tile)] = kind
@@ -375,19 +380,32 @@ class KeyLoader:
     def request(self, smem, kind: cutlass.Constexpr, row: Row, loaded: Int32, tid: Int32) -> Int32:
         """Starts the copies of a tile, and arrives on its barriers; returns 1 if `expand` is to arrive, else 0."""
         self.copy_tile(smem, kind, row, loaded, tid)
-        if const_expr(codes.of(kind).expands):
-            if const_expr(self.spec.qk_expands):
+        if const_expr(self.spec.pv_expands):
+            if const_expr(codes.of(kind).expands):
                 self.edges.raw.arrive_copies(smem, loaded)
                 self.edges.raw.arrive(smem, loaded)
+            else:
+                self.arrive(smem, loaded)
+                self.arrive_raw(smem, loaded)
+        elif const_expr(codes.of(kind).expands):
             self.edges.keys.arrive(smem, loaded)
         else:
             self.arrive(smem, loaded)
-            if const_expr(self.spec.qk_expands):
-                self.arrive_raw(smem, loaded)
         return Int32(self.spec.load_expands and codes.of(kind).expands)
 
+    @cute.jit
+    def close(self, smem, loaded: Int32, tid: Int32) -> Int32:
+        """Gives PV the next stage without a tile, once it is free; returns the number of stages given so far."""
+        stage = self.edges.keys.index(loaded)
+        self.edges.keys.acquire(smem, loaded)
+        sKinds = stage_kinds(smem, self.spec)
+        if tid == 0:
+            sKinds[stage] = Int32(NO_TILE)
+        self.arrive_raw(smem, loaded)
+        return loaded + 1
+
     def arrive_raw(self, smem, tile: Int32):
-        """Both arrivals of a thread on `raw` for a tile that QK is not to expand: it need not wait for copies."""
+        """Both arrivals of a thread on `raw` for a tile that PV is not to expand: it need not wait for copies."""
         for _ in range(2):
             self.edges.raw.arrive(smem, tile)
 

@@ -26,7 +26,7 @@ class MlaPipelines(NamedTuple):
     s     S, from QK to the softmax
     p     P, weights, flags and factors, from the softmax to PV
     rope  rope parts; where PV issues TMA, QK frees them before the codes are free
-    raw   where QK expands codes: rows as they are copied, from the load warpgroup to QK
+    raw   where PV expands codes: rows as they are copied, from the load warpgroup to PV
     """
 
     q: Pipeline
@@ -76,7 +76,7 @@ def pipelines(spec: MlaDecodeSpec) -> MlaPipelines:
         raw=Pipeline(
             "raw",
             spec.stages,
-            producers=256 if spec.qk_expands else 0,
-            full="rows to expand are copied, or others come",
+            producers=256 if spec.pv_expands else 0,
+            full="rows to expand are copied; or others come, or none do",
         ),
     )

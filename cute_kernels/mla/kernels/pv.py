@@ -84,6 +84,9 @@ class PvWarpgroups:
         first_work, end_work, step = table.share.first, table.share.end, table.share.step
         divisors = table.divisors
         done = Int32(0)
+        if const_expr(self.spec.pv_expands):
+            for tile in cutlass.range(self.spec.expanded_ahead, unroll=1):
+                self.expand(smem, tile, wg, tid)
         for index in cutlass.range(first_work, end_work, step, unroll=1):
             work = self.scheduler.locate(index, table)
             length = self.scheduler.length(work, table.mLength)
@@ -144,6 +147,8 @@ class PvWarpgroups:
             if tile < done + tiles - 1:
                 self.edges.p.release(smem, tile)
             self.stamp(smem, tile, 1, 1, wg, tid)
+            if const_expr(self.spec.pv_expands):
+                self.expand(smem, tile + self.spec.expanded_ahead, wg, tid)
         has_scales = Int32(1) if seen & (self.slow_flags | NEEDS_SCALES) != 0 else Int32(0)
         self.end_work_tile(smem, table, results, acc_o, done + tiles, tiles, index, is_whole, has_scales, wg, tid)
 
@@ -255,6 +260,11 @@ class PvWarpgroups:
         line = quant_tile * (TOKENS_PER_TILE * LINE_BYTES) + line_offset(2 * q, chunk) + g % 2 * 8
         # kept in a register: computed again after each wait for a tile, it costs 2% of the tile
         return registers.opaque(line) if const_expr(self.spec.few_heads) else line
+
+    @cute.jit
+    def expand(self, smem, tile: Int32, wg: Int32, tid: Int32):
+        """Expands the codes of a key tile, once they are copied, where PV does so."""
+        raise NotImplementedError
 
     @cute.jit
     def load_first(self, smem, raw: cute.Tensor, stage: Int32, line: Int32, wg: Int32, tid: Int32):

@@ -20,6 +20,7 @@ from cute_kernels.mla.kernels.smem import (
     line_offset,
     multipliers,
     of_kind,
+    stage_kinds,
 )
 from cute_kernels.mla.kernels.value_units import inverse_power, v_units
 from cute_kernels.mla.spec import LINE_BYTES, TOKENS_PER_TILE, WGMMA_ROWS, MlaDecodeSpec
@@ -35,12 +36,34 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
 
     A rope part is the last 64 values, those of one warp, and becomes float16 too. A tile with a scale or a rope part
     out of range of float16 is added in bfloat16 (`add_bfloat16`).
+
+    Where these warpgroups expand codes (`expand`), they do so `expanded_ahead` tiles ahead: the first ones before all
+    else, tile t + 2 once the products of tile t are done, 8 rows a warp. No deadlock: for P of tile t others need tiles
+    up to t expanded, which is done before PV waits for it; for `raw` of tile t + 2 the load warpgroup needs P of t, or
+    of an earlier tile, and stages that PV has given back with tile t - 1. For n tiles of a CTA PV waits for `raw` of
+    n + expanded_ahead, and the load warpgroup gives n + rope_stages, those after the last tile with NO_TILE. No phase
+    is missed: a stage comes again once all of PV have given it back, each after it has waited for its `raw` and `full`.
     """
 
     def __init__(self, spec: MlaDecodeSpec):
         super().__init__(spec)
         self.units = UNITS
         self.moving_units = UNITS - 1 if spec.has_rope else UNITS
+        self.expanded = [which for which, kind in enumerate(spec.kinds) if codes.of(kind).expands]
+
+    @cute.jit
+    def expand(self, smem, tile: Int32, wg: Int32, tid: Int32):
+        """Expands the codes of a key tile once they are copied, and arrives on `full`; nothing if it has other codes.
+
+        Nor does a tile after the last one have any.
+        """
+        stage = self.edges.raw.index(tile)
+        self.edges.raw.wait(smem, tile)
+        if stage_kinds(smem, self.spec)[stage] == self.expanded[0]:
+            start = Int32(smem.codes.data_ptr().toint()) + stage * codes_bytes(self.spec)
+            own = codes.of(self.spec.kinds[self.expanded[0]])
+            own.expand(start, TOKENS_PER_TILE // (2 * WARPS), 128 * wg + tid)
+            self.edges.keys.arrive(smem, tile)
 
     # ---- values of a tile
 

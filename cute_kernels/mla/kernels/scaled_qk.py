@@ -59,8 +59,6 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
         """Computes and stores S^T of a tile; returns 1, storing nothing, where it takes `slow_tile`."""
         self.stamp(smem, tile, 0, 0, tid)
         stage = self.edges.keys.index(tile)
-        if const_expr(self.spec.qk_expands):
-            self.expand(smem, tile, tid)
         self.edges.keys.wait(smem, tile)
         self.stamp(smem, tile, 0, 1, tid, True)
         mma = tiled_mmas(self.heads)[0]
@@ -81,20 +79,6 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
             self.multiply_rows(acc[0], tuple(row.factors.factor for row in rows))
             self.store_s(smem, acc, tile, tid)
         return is_slow
-
-    @cute.jit
-    def expand(self, smem, tile: Int32, tid: Int32):
-        """Expands the codes of a key tile once they are copied, 16 rows a warp; nothing if it has other codes.
-
-        Its other threads and PV see that by `keys`, on which the load warpgroup has arrived too.
-        """
-        which = [i for i, kind in enumerate(self.spec.kinds) if codes.of(kind).expands]
-        stage = self.edges.keys.index(tile)
-        self.edges.raw.wait(smem, tile)
-        if kind_of_tile(smem, self.spec, stage) == which[0]:
-            start = Int32(smem.codes.data_ptr().toint()) + stage * codes_bytes(self.spec)
-            codes.of(self.spec.kinds[which[0]]).expand(start, TOKENS_PER_TILE // WARPS, tid)
-            self.edges.keys.arrive(smem, tile)
 
     @cute.jit
     def multiply_codes(self, smem, acc: cute.Tensor, raw: cute.Tensor, operands, rows: list, stage: Int32, tid: Int32):

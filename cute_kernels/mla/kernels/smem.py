@@ -26,6 +26,7 @@ NEEDS_SCALES = 8  # a partial with the values of this tile needs block scales
 HALVES = 16  # instead: P is float16, of which PV makes two bfloat16 numbers; see `PvWarpgroups.add_bfloat16`
 V_UNIT = 2.0**-6  # of O at first; see `ValueUnits`
 UNITS = 8  # of O where keys are scaled: one for each 64 values; else one for each quant tile
+NO_TILE = -1  # the kind of a stage that is given to PV after the last key tile of a CTA
 
 
 def codes_bytes(spec: MlaDecodeSpec) -> int:
@@ -73,7 +74,7 @@ def shared_storage(spec: MlaDecodeSpec):
         lse: cute.struct.MemRange[Float32, p_stages * heads]
         flags: cute.struct.Align[cute.struct.MemRange[Int32, p_stages * WARPS], 16]  # of a tile, by warp
         rope_flags: cute.struct.Align[cute.struct.MemRange[Int32, stages * WARPS], 16]  # see `multiply_rope`
-        kinds: cute.struct.MemRange[Int32, stages]  # of key tiles: an index of `spec.kinds`
+        kinds: cute.struct.MemRange[Int32, stages]  # of key tiles: an index of `spec.kinds`, or NO_TILE
         sink: cute.struct.MemRange[Float32, heads]  # times log2(e)
         mask: cute.struct.MemRange[Int32, 2 * spec.mask_stages]  # a bit for each key: 1 if it counts
         announced: cute.struct.MemRange[Int32, 2 * p_stages]  # (page or -1, key tile of it) that PV is to load
@@ -85,7 +86,7 @@ def shared_storage(spec: MlaDecodeSpec):
         s_empty: cute.struct.MemRange[Int64, s_stages]
         p_full: cute.struct.MemRange[Int64, p_stages]
         p_empty: cute.struct.MemRange[Int64, p_stages]
-        raw_full: cute.struct.MemRange[Int64, stages if spec.qk_expands else 0]
+        raw_full: cute.struct.MemRange[Int64, stages if spec.pv_expands else 0]
         cuts: cute.struct.MemRange[Int32, 4]  # where this CTA's share begins and ends
         trace: Int64  # address of the timestamps
 
@@ -146,7 +147,7 @@ def multipliers(smem, spec: MlaDecodeSpec, stage: Int32, quant_tile, tid: Int32)
 
 
 def stage_kinds(smem, spec: MlaDecodeSpec) -> cute.Tensor:
-    """The kinds of the tiles of all stages, of two formats."""
+    """The kinds of the tiles of all stages: of two formats, or where PV expands."""
     return smem.kinds.get_tensor(cute.make_layout(spec.stages))
 
 

@@ -34,7 +34,7 @@ SHOWN = [
     (gqa_decode, "bfloat16, d 128\n", table(gqa.pipelines(GqaDecodeSpec("bfloat16", "bfloat16", 128, 8)))),
     (mla_decode, "", table(mla.pipelines(MlaDecodeSpec(sparse=False)))),
     (mla_decode, "", table(mla.pipelines(MlaDecodeSpec(sparse=True, heads=16)))),
-    (mla_decode, "QK expands\n", table(mla.pipelines(MlaDecodeSpec(sparse=True, cache_format="v4.1_fp4")))),
+    (mla_decode, "PV expands\n", table(mla.pipelines(MlaDecodeSpec(sparse=True, cache_format="v4.1_fp4")))),
     (crossover_decode, "", table(crossover.pipelines(MlaCrossoverSpec(sparse=True, exchange="values")))),
     (SinkForwardKernel, "", barriers.table(query_barriers(SinkForwardSpec("bfloat16", 64, warpgroups=3)))),
     (SinkForwardKernel, "", barriers.table(query_barriers(GROUPED))),

@@ -84,11 +84,11 @@ def linear(outputs: int, inputs: int, some: tuple[int, ...]) -> None:
 
     fp8 = torch.float8_e4m3fn
     weight = torch.ones(outputs, inputs, dtype=torch.float32, device="cuda").to(fp8)
-    of_weight = torch.ones(outputs // 128, inputs // 128, dtype=torch.float32, device="cuda")
+    weight_scales = torch.ones(outputs // 128, inputs // 128, dtype=torch.float32, device="cuda")
     for tokens in some:
         x = torch.ones(tokens, inputs, dtype=torch.float32, device="cuda").to(fp8)
         out = torch.empty(tokens, outputs, dtype=torch.bfloat16, device="cuda")
-        fp8_gemm_nt((x, scales(tokens, inputs // 128)), (weight, of_weight), out, is_deep_gemm_e8m0_used=True)
+        fp8_gemm_nt((x, scales(tokens, inputs // 128)), (weight, weight_scales), out, is_deep_gemm_e8m0_used=True)
     torch.cuda.synchronize()
 
 
@@ -99,14 +99,14 @@ def groups(some: tuple[int, ...]) -> None:
 
     fp8 = torch.float8_e4m3fn
     weight = torch.ones(8, 1024, 4096, dtype=torch.float32, device="cuda").to(fp8)
-    of_weight = torch.ones(8, 8, 32, dtype=torch.float32, device="cuda")
+    weight_scales = torch.ones(8, 8, 32, dtype=torch.float32, device="cuda")
     for tokens in some:
         x = torch.ones(8, tokens, 4096, dtype=torch.float32, device="cuda").to(fp8).transpose(0, 1)
         aligned = (tokens + 3) // 4 * 4
-        of_x = torch.ones(8 * 32 * aligned, dtype=torch.float32, device="cuda")
-        of_x = of_x.as_strided((8, tokens, 32), (32 * aligned, 1, aligned)).transpose(0, 1)
+        x_scales = torch.ones(8 * 32 * aligned, dtype=torch.float32, device="cuda")
+        x_scales = x_scales.as_strided((8, tokens, 32), (32 * aligned, 1, aligned)).transpose(0, 1)
         out = torch.empty(tokens, 8, 1024, dtype=torch.bfloat16, device="cuda")
-        fp8_einsum("bhr,hdr->bhd", (x, of_x), (weight, of_weight), out, recipe=(1, 128, 128))
+        fp8_einsum("bhr,hdr->bhd", (x, x_scales), (weight, weight_scales), out, recipe=(1, 128, 128))
     torch.cuda.synchronize()
 
 

@@ -73,8 +73,8 @@ def choose_keys(
     pool = module.get_token_to_kv_pool()
     keys, page_size = indexer._get_index_k_read_buffer(pool, layer_id), pool.index_page_size
     table, lengths = metadata.get_page_table_64(), metadata.get_seqlens_expanded()
-    of_request = metadata.get_dsa_extend_len_cpu()  # query tokens, on the host
-    (tokens, heads, d), real = q_fp8.shape, sum(of_request)
+    query_tokens = metadata.get_dsa_extend_len_cpu()  # of each request, on the host
+    (tokens, heads, d), real = q_fp8.shape, sum(query_tokens)
     if d != INDEX_KEY.d_qk or weights.shape != (tokens, heads, 1):
         raise ValueError(f"weights of {tuple(weights.shape)} and queries of {tuple(q_fp8.shape)}: needs one a head")
     if not 0 < real == len(table) == len(lengths) <= tokens:
@@ -82,7 +82,7 @@ def choose_keys(
     if metadata.attn_metadata.page_size != page_size or keys.shape[1:] != (page_size * INDEX_KEY.token_bytes,):
         latents = metadata.attn_metadata.page_size
         raise ValueError(f"keys in {tuple(keys.shape)}, {page_size} a page, and {latents} latents: needs as many")
-    s_q = of_request[0] if len(set(of_request)) == 1 and of_request[0] <= MAX_S_Q else 1
+    s_q = query_tokens[0] if len(set(query_tokens)) == 1 and query_tokens[0] <= MAX_S_Q else 1
     batch, topk = real // s_q, indexer.index_topk
     positions = metadata.force_unfused_topk or not module.envs.SGLANG_DSA_FUSE_TOPK.get()
     out = torch.full((tokens, topk), -1, dtype=torch.int32, device=q_fp8.device)

@@ -174,8 +174,10 @@ class CuteMlaCache(Cache):
         check_max_length(max_length)
         if fp8_index:
             check_index(config)
-        positions, of_index = Positions(), Positions()
-        indices = [IndexPages(of_index, max_length) if fp8_index else None for _ in range(config.num_hidden_layers)]
+        positions, index_positions = Positions(), Positions()
+        indices = [
+            IndexPages(index_positions, max_length) if fp8_index else None for _ in range(config.num_hidden_layers)
+        ]
         super().__init__(layers=[CuteMlaLayer(config, positions, max_length, index) for index in indices])
 
 

@@ -74,5 +74,5 @@ def test_specifications() -> None:
 def test_ctas_of_an_sm_fit_its_shared_memory() -> None:
     for queries in (1, 2, 3, 4):
         spec = ScoreSpec(64, queries)
-        of_queries = queries * (64 * 128 + 4 * spec.weights + 4)
-        assert spec.ctas_per_sm * (spec.stages * 64 * 132 + of_queries + 1024) <= 227 * 1024
+        query_bytes = queries * (64 * 128 + 4 * spec.weights + 4)
+        assert spec.ctas_per_sm * (spec.stages * 64 * 132 + query_bytes + 1024) <= 227 * 1024

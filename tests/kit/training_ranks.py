@@ -159,10 +159,10 @@ def problems(case: Case, rank: int, world_size: int, device: str) -> list[str]:
     for t in ds:
         dist.all_reduce(t)
     oracle = SinkExpectation.of(whole)
-    dq_of, *of_keys = oracle.gradients[:3]
+    dq_of, *key_measures = oracle.gradients[:3]
     if case.options.get("comm") != "a2a" and world_size > 1:
-        of_keys = with_rounded_parts(of_keys, out, inputs[1:3], whole, case, world_size)
-    measures = (oracle.out, dq_of, *of_keys)
+        key_measures = with_rounded_parts(key_measures, out, inputs[1:3], whole, case, world_size)
+    measures = (oracle.out, dq_of, *key_measures)
     for name, measure, t in zip(("out", "dq", "dk", "dv"), measures, (got, dq, dk, dv), strict=True):
         rows = [own_rows(part, case, rank, world_size) for part in measure]
         result = compare(t, rows[0], rows[1], noise=rows[2], name=name, gain=False)
@@ -174,7 +174,7 @@ def problems(case: Case, rank: int, world_size: int, device: str) -> list[str]:
 
 
 def with_rounded_parts(
-    of_keys: list[Measure], out: torch.Tensor, keys: list[Any], whole: SinkCase, case: Case, world_size: int
+    key_measures: list[Measure], out: torch.Tensor, keys: list[Any], whole: SinkCase, case: Case, world_size: int
 ) -> list[Measure]:
     """The measures of dk and dv with what one more rounding leaves: each rank rounds what its queries add to a key.
 
@@ -183,7 +183,7 @@ def with_rounded_parts(
     along = 0 if whole.packed else 1
     unpadded = case._replace(made={**case.made, "padding": 0})
     tokens = torch.arange(whole.d_out.shape[along], dtype=torch.int64, device=out.device)
-    variances = [torch.zeros_like(measure.exact) for measure in of_keys]
+    variances = [torch.zeros_like(measure.exact) for measure in key_measures]
     for rank in range(world_size):
         rows = own_rows(tokens if whole.packed else tokens[None], unpadded, rank, world_size).flatten()
         d_out = torch.zeros_like(whole.d_out)
@@ -192,7 +192,7 @@ def with_rounded_parts(
             variance += rounding_variance(part.double(), part.dtype)
     return [
         measure._replace(noise=(measure.noise.square() + variance).sqrt())
-        for measure, variance in zip(of_keys, variances, strict=True)
+        for measure, variance in zip(key_measures, variances, strict=True)
     ]
 
 

@@ -35,7 +35,9 @@ class Call:
         queries = index_call([1] * tokens, heads=heads, exact=True, seed=1)
         self.q, self.weights = queries["q"].squeeze(1).to(device), queries["weights"].transpose(1, 2).to(device)
         self.keys = made["k_cache"].flatten(1).to(device)
-        self.table = made["block_table"].repeat_interleave(torch.tensor(counts, device="cpu"), 0).to(device)
+        self.table = (
+            made["block_table"].repeat_interleave(torch.tensor(counts, dtype=torch.int64, device="cpu"), 0).to(device)
+        )
         last = [length - count + 1 + i for length, count in zip(LENGTHS, counts, strict=True) for i in range(count)]
         self.lengths = torch.tensor(last, dtype=torch.int32, device=device)
         self.metadata = types.SimpleNamespace(

@@ -12,13 +12,15 @@ from cute_kernels.gqa.rotation_reference import rotate
 from tests.kit.mla_cases import generator
 
 TOKENS, HEADS, PAGE = 48, 2, 4
+CPU = torch.device("cpu")
 
 
 def vectors(d: int) -> torch.Tensor:
     """(tokens, heads, d) bfloat16, whose rotations have both signs: of all sizes, integers, constants and zeros."""
-    gen = generator(d)
-    x = torch.randn(TOKENS, HEADS, d, generator=gen) * torch.logspace(-9, 9, TOKENS).view(-1, 1, 1)
-    x[10:30] = torch.randint(-9, 10, (20, HEADS, d), generator=gen)
+    gen = generator(d, CPU)
+    sizes = torch.logspace(-9, 9, TOKENS, dtype=torch.float32, device=CPU).view(-1, 1, 1)
+    x = torch.randn(TOKENS, HEADS, d, generator=gen, dtype=torch.float32, device=CPU) * sizes
+    x[10:30] = torch.randint(-9, 10, (20, HEADS, d), generator=gen, dtype=torch.int64, device=CPU)
     x[30], x[31], x[32] = 2.0, 0.0, -0.0
     x[33:36, :, 7] *= 50
     return x.bfloat16()
@@ -29,15 +31,15 @@ def compare(d: int) -> None:
     x = vectors(d)
     y = rotate(x.float())
     shape = TOKENS // PAGE, PAGE, HEADS
-    caches = {f"{name}_cache": torch.zeros(*shape, d // 2, dtype=torch.uint8) for name in ("key", "value")}
-    scales = {f"{name}_scale_cache": torch.zeros(shape, dtype=torch.float32) for name in "kv"}
+    caches = {f"{name}_cache": torch.zeros(*shape, d // 2, dtype=torch.uint8, device=CPU) for name in ("key", "value")}
+    scales = {f"{name}_scale_cache": torch.zeros(shape, dtype=torch.float32, device=CPU) for name in "kv"}
     theirs._run_reshape_kernel(
         theirs._reshape_cache_int4_kernel,
         key=y,
         value=y.flip(0),
         **caches,
         **scales,
-        slot_mapping=torch.arange(TOKENS),
+        slot_mapping=torch.arange(TOKENS, dtype=torch.int64, device=CPU),
         packing_factor=2,
     )
     for given, codes, scale in zip((x, x.flip(0)), caches.values(), scales.values(), strict=True):

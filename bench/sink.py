@@ -44,8 +44,19 @@ FLASH: Final = ("fa3", "fa4")
 OPS = torch.ops.cute_kernels
 
 
+class ProductCase(Case):
+    """A case that its products bound."""
+
+    op: ClassVar[str] = "sink_attention"
+
+    def rates(self, timing: Timing, ceilings: Any) -> dict[str, Any]:
+        """Without the fraction of reads, which bounds none of these."""
+        found = super().rates(timing, ceilings)
+        return {name: found[name] for name in ("TFLOPs", "GBps")}
+
+
 @dataclass(frozen=True)
-class SinkAttentionCase(Case):
+class SinkAttentionCase(ProductCase):
     """One benchmark.
 
     s              tokens of each sequence
@@ -61,7 +72,6 @@ class SinkAttentionCase(Case):
     window: int | None = None
     deterministic: bool = False
     sink_cost: bool = False
-    op: ClassVar[str] = "sink_attention"
 
     @property
     def batch(self) -> int:
@@ -106,11 +116,6 @@ class SinkAttentionCase(Case):
             return backward_spec.shipped_specs()
         shape = PrefillShape(self.h_q, self.h_kv, self.d, windows=(self.window,))
         return list(shape.specs([self.batch], [self.s], num_sms))
-
-    def rates(self, timing: Timing, ceilings: Any) -> dict[str, Any]:
-        """Without the fraction of reads, which bounds none of these."""
-        found = super().rates(timing, ceilings)
-        return {name: found[name] for name in ("TFLOPs", "GBps")}
 
     def work(self, store: Any, family: str = "normal", rows_checked: int = 0) -> Work:
         """The case on the device `store`."""
@@ -181,7 +186,7 @@ def _backward(case: SinkCase, deterministic: bool, out: torch.Tensor, lse: torch
 
 
 @dataclass(frozen=True)
-class PackedSinkCase(Case):
+class PackedSinkCase(ProductCase):
     """A forward and backward of packed sequences, as in training.
 
     shortest, longest  between which lengths are drawn
@@ -194,7 +199,6 @@ class PackedSinkCase(Case):
     batch: int = 64
     shortest: int = 100
     longest: int = 4000
-    op: ClassVar[str] = "sink_attention"
 
     @property
     def lengths(self) -> list[int]:
@@ -230,11 +234,6 @@ class PackedSinkCase(Case):
     def specs(self, num_sms: int) -> list[Any]:
         """The kernels, of backwards all that ship."""
         return [*sink_spec.shipped_specs(), *backward_spec.shipped_specs()]
-
-    def rates(self, timing: Timing, ceilings: Any) -> dict[str, Any]:
-        """Without the fraction of reads, which bounds none of these."""
-        found = super().rates(timing, ceilings)
-        return {name: found[name] for name in ("TFLOPs", "GBps")}
 
     def work(self, store: Any) -> Work:
         """The case on the device `store`."""

@@ -40,7 +40,6 @@ def streams(tokens: int) -> None:
     mhc.mhc_fused_post_pre_tilelang(
         x, residual, post, comb, fn, scale, base, *settings, n_splits=1, tile_n=1, norm_weight=norm, norm_eps=1e-6
     )
-    torch.cuda.synchronize()
 
 
 def ends(tokens: int) -> None:
@@ -56,7 +55,6 @@ def ends(tokens: int) -> None:
     mhc.mhc_pre_broadcast_tilelang(
         x, fn, scale, base, 1e-6, 1e-6, 1e-6, 2.0, 20, norm_weight=x[0].clone(), norm_eps=1e-6, fn_broadcast=once
     )
-    torch.cuda.synchronize()
 
 
 def head(tokens: int) -> None:
@@ -67,7 +65,6 @@ def head(tokens: int) -> None:
     x = torch.randn(tokens, STREAMS, HIDDEN, dtype=torch.bfloat16, device="cuda")
     fn = torch.randn(STREAMS, STREAMS * HIDDEN, dtype=torch.float32, device="cuda")
     mhc.hc_head_fused_kernel_tilelang(x, fn, fn[0, :1].clone(), fn[0, :STREAMS].clone(), 1e-6, 1e-6)
-    torch.cuda.synchronize()
 
 
 def scales(rows: int, blocks: int) -> Any:
@@ -89,7 +86,6 @@ def linear(outputs: int, inputs: int, some: tuple[int, ...]) -> None:
         x = torch.ones(tokens, inputs, dtype=torch.float32, device="cuda").to(fp8)
         out = torch.empty(tokens, outputs, dtype=torch.bfloat16, device="cuda")
         fp8_gemm_nt((x, scales(tokens, inputs // 128)), (weight, weight_scales), out, is_deep_gemm_e8m0_used=True)
-    torch.cuda.synchronize()
 
 
 def groups(some: tuple[int, ...]) -> None:
@@ -103,11 +99,9 @@ def groups(some: tuple[int, ...]) -> None:
     for tokens in some:
         x = torch.ones(8, tokens, 4096, dtype=torch.float32, device="cuda").to(fp8).transpose(0, 1)
         aligned = (tokens + 3) // 4 * 4
-        x_scales = torch.ones(8 * 32 * aligned, dtype=torch.float32, device="cuda")
-        x_scales = x_scales.as_strided((8, tokens, 32), (32 * aligned, 1, aligned)).transpose(0, 1)
+        x_scales = torch.ones(8, 32, aligned, dtype=torch.float32, device="cuda")[..., :tokens].permute(2, 0, 1)
         out = torch.empty(tokens, 8, 1024, dtype=torch.bfloat16, device="cuda")
         fp8_einsum("bhr,hdr->bhd", (x, x_scales), (weight, weight_scales), out, recipe=(1, 128, 128))
-    torch.cuda.synchronize()
 
 
 TASKS: Final[list[tuple[str, tuple[Any, ...]]]] = [
@@ -123,7 +117,10 @@ def task(name: str, arguments: tuple[Any, ...]) -> str:
     vllm_engine.set_environment()
     begin = time.monotonic()
     try:
+        import torch
+
         globals()[name](*arguments)
+        torch.cuda.synchronize()
         why = ""
     except Exception:
         why = ": " + traceback.format_exc(limit=-4)

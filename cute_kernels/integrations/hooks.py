@@ -32,6 +32,24 @@ def or_original(
     return original(*args, **kwargs)
 
 
+def replace(
+    owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], missing: Callable[[], None]
+) -> None:
+    """Puts `make(original)` in the place of a function of a module or a method of a class; a second call does nothing.
+
+    Args:
+        owner: the module or class; None if the class itself is missing.
+        name: of the function.
+        make: what stands for the original.
+        missing: called where there is no such function.
+    """
+    original = getattr(owner, name, None)
+    if original is None:
+        missing()
+    elif not hasattr(original, "__wrapped__"):
+        setattr(owner, name, functools.wraps(original)(make(original)))
+
+
 class SayOnce:
     """Says a line once in each process. Lines that differ in numbers alone are one: some name the shapes of a batch."""
 

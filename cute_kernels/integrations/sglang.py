@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import logging
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from cute_kernels import mla_fp8_decode
 from cute_kernels.integrations import sglang_indexer
-from cute_kernels.integrations.hooks import or_original, say_once
+from cute_kernels.integrations.hooks import or_original, replace, say_once
 from cute_kernels.integrations.on_import import change_on_import
 from cute_kernels.integrations.padded_heads import V4Decode, device_refusal, real_heads
 from fp8_mla.formats import V3_2
@@ -155,19 +156,15 @@ def sparse_mla_refusal(backend: Any, q: torch.Tensor, layer: Any, v_head_dim: in
 
 def change_sparse_mla(module: types.ModuleType) -> None:
     """Puts `sparse_mla` around `DeepseekSparseAttnBackend._forward_flashmla_kv`."""
-    backend_cls = getattr(module, SPARSE_MLA_CLASS, None)
-    method = getattr(backend_cls, SPARSE_MLA_METHOD, None)
-    if hasattr(method, "__wrapped__"):
-        return
-    if method is None:
-        say_once(f"sparse MLA stays with FlashMLA: this SGLang has no {SPARSE_MLA_CLASS}.{SPARSE_MLA_METHOD}")
-        return
 
-    @functools.wraps(method)
-    def forward_flashmla_kv(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return sparse_mla(method, self, *args, **kwargs)
+    def around(method: Callable[..., Any]) -> Callable[..., Any]:
+        def forward_flashmla_kv(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return sparse_mla(method, self, *args, **kwargs)
 
-    setattr(backend_cls, SPARSE_MLA_METHOD, forward_flashmla_kv)
+        return forward_flashmla_kv
+
+    missing = f"sparse MLA stays with FlashMLA: this SGLang has no {SPARSE_MLA_CLASS}.{SPARSE_MLA_METHOD}"
+    replace(getattr(module, SPARSE_MLA_CLASS, None), SPARSE_MLA_METHOD, around, lambda: say_once(missing))
 
 
 def change_deepseek_v4(module: types.ModuleType) -> None:
@@ -177,26 +174,20 @@ def change_deepseek_v4(module: types.ModuleType) -> None:
     NVIDIA GPU; a `V4Decode` takes its place in the first call. The backend is changed when SGLang imports it, since a
     hook would load it in each process of a server, whatever it serves.
     """
-    backend_cls = getattr(module, DEEPSEEK_V4_CLASS, None)
-    method = getattr(backend_cls, DEEPSEEK_V4_METHOD, None)
-    if hasattr(method, "__wrapped__"):
-        return
-    if method is None:
-        say_once(
-            f"DeepSeek-V4 decoding stays with FlashMLA: this SGLang has no {DEEPSEEK_V4_CLASS}.{DEEPSEEK_V4_METHOD}"
-        )
-        return
 
-    @functools.wraps(method)
-    def forward_attention(self: Any, *args: Any, **kwargs: Any) -> Any:
-        decode = getattr(self, "_flash_mla_with_kvcache", None)
-        if decode is not None and not isinstance(decode, V4Decode):
-            self._flash_mla_with_kvcache = V4Decode(decode, say_once)
-        layer = kwargs.get("layer", args[3] if len(args) > 3 else None)
-        with real_heads(getattr(layer, "tp_q_head_num", None)):  # disaggregated decoding changes it from call to call
-            return method(self, *args, **kwargs)
+    def around(method: Callable[..., Any]) -> Callable[..., Any]:
+        def forward_attention(self: Any, *args: Any, **kwargs: Any) -> Any:
+            decode = getattr(self, "_flash_mla_with_kvcache", None)
+            if decode is not None and not isinstance(decode, V4Decode):
+                self._flash_mla_with_kvcache = V4Decode(decode, say_once)
+            layer = kwargs.get("layer", args[3] if len(args) > 3 else None)
+            with real_heads(getattr(layer, "tp_q_head_num", None)):  # changes from call to call if disaggregated
+                return method(self, *args, **kwargs)
 
-    setattr(backend_cls, DEEPSEEK_V4_METHOD, forward_attention)
+        return forward_attention
+
+    missing = f"DeepSeek-V4 decoding stays with FlashMLA: this SGLang has no {DEEPSEEK_V4_CLASS}.{DEEPSEEK_V4_METHOD}"
+    replace(getattr(module, DEEPSEEK_V4_CLASS, None), DEEPSEEK_V4_METHOD, around, lambda: say_once(missing))
 
 
 CHANGES = {

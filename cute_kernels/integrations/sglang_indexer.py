@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from cute_kernels.indexer.decode_op import MAX_S_Q, index_decode
 from cute_kernels.indexer.topk_op import index_topk
-from cute_kernels.integrations.hooks import or_original, say_once
+from cute_kernels.integrations.hooks import or_original, replace, say_once
 from cute_kernels.integrations.padded_heads import device_refusal
 from fp8_mla.formats import INDEX_KEY
 
@@ -26,22 +27,19 @@ SCORES_STAY, CHOICE_STAYS = "DeepGEMM scores the keys of the sparse indexer", "s
 
 def change_indexer(module: types.ModuleType) -> None:
     """Puts `choose_keys` around `Indexer._get_topk_paged`."""
-    indexer_cls = getattr(module, INDEXER_CLASS, None)
-    method = getattr(indexer_cls, INDEXER_METHOD, None)
-    if hasattr(method, "__wrapped__"):
-        return
-    if method is None:
-        say_once(f"{SCORES_STAY}: this SGLang has no {INDEXER_CLASS}.{INDEXER_METHOD}")
-        return
 
-    @functools.wraps(method)
-    def get_topk_paged(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return or_original(
-            functools.partial(choose_keys, module, self), functools.partial(method, self),
-            lambda reason: say_once(f"{SCORES_STAY}: {reason}"), *args, **kwargs,
-        )  # fmt: skip
+    def scores_stay(reason: str) -> None:
+        say_once(f"{SCORES_STAY}: {reason}")
 
-    setattr(indexer_cls, INDEXER_METHOD, get_topk_paged)
+    def around(method: Callable[..., Any]) -> Callable[..., Any]:
+        def get_topk_paged(self: Any, *args: Any, **kwargs: Any) -> Any:
+            ours, theirs = functools.partial(choose_keys, module, self), functools.partial(method, self)
+            return or_original(ours, theirs, scores_stay, *args, **kwargs)
+
+        return get_topk_paged
+
+    missing = f"this SGLang has no {INDEXER_CLASS}.{INDEXER_METHOD}"
+    replace(getattr(module, INDEXER_CLASS, None), INDEXER_METHOD, around, lambda: scores_stay(missing))
 
 
 def choose_keys(
@@ -116,20 +114,14 @@ def refusal(metadata: Any, q: torch.Tensor) -> str | None:
 
 def change_topk(module: types.ModuleType) -> None:
     """Puts `choose_slots` in the place of the kernel that chooses slots from logits that others have made."""
-    original = getattr(module, TOPK, None)
-    if hasattr(original, "__wrapped__"):
-        return
-    if original is None:
-        say_once(f"{CHOICE_STAYS}: this SGLang has no {TOPK}")
-        return
 
-    @functools.wraps(original)
-    def topk_transform_paged_v2(*args: Any, **kwargs: Any) -> Any:
-        return or_original(
-            choose_slots, original, lambda reason: say_once(f"{CHOICE_STAYS}: {reason}"), *args, **kwargs
-        )
+    def choice_stays(reason: str) -> None:
+        say_once(f"{CHOICE_STAYS}: {reason}")
 
-    setattr(module, TOPK, topk_transform_paged_v2)
+    def around(original: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.partial(or_original, choose_slots, original, choice_stays)
+
+    replace(module, TOPK, around, lambda: choice_stays(f"this SGLang has no {TOPK}"))
 
 
 def choose_slots(

@@ -54,8 +54,8 @@ def gather_cache(kind: str, layout: str, d: int) -> GatherCache:
     int8, scaled = kind == "int8", kind != "fp8"
     kv_dtype = torch.int8 if int8 else torch.float8_e4m3fn
     if layout == "interleaved":
-        of_vllm, of_ours = torch.int8 if int8 else torch.uint8, kv_dtype if scaled else None
-        kv_cache = stock_cache(PAGES, KV_HEADS, PAGE_SIZE, d, of_vllm, "NHD", codes=of_ours)
+        page_dtype, scaled_codes = torch.int8 if int8 else torch.uint8, kv_dtype if scaled else None
+        kv_cache = stock_cache(PAGES, KV_HEADS, PAGE_SIZE, d, page_dtype, "NHD", codes=scaled_codes)
         views = scaled_views(kv_cache, d, kv_dtype) if scaled else stock_views(kv_cache, d, fp8=True)
         k, v, *scales = views.tokens_first()
     else:

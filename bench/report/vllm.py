@@ -197,19 +197,13 @@ def shadow(found: Mapping[str, Any]) -> str:
 SHARES = ("attention", "indexer", "top-k", "slots", "rest")
 
 
-BRIEF = (1, 64)
-"""Requests of the steps that the page for users shows."""
-
-
-def mla_steps(found: Found, brief: bool = False) -> list[str]:
+def mla_steps(found: Found) -> list[str]:
     """Milliseconds per token of sparse MLA, with the plugin and without it, and the shares of kernels."""
     lines, ratios = [], []
     for heads, ours, theirs in step_pairs(found):
         mine, peer = ours.get("shares_ms", {}), theirs.get("shares_ms", {})
         ratio = peer["attention"] / mine["attention"] if mine.get("attention") and peer else None
         ratios += [ratio] if ratio else []
-        if brief and ours["batch"] not in BRIEF:
-            continue
         lines.append(
             [f"{heads}, {ours['family']}", f"{ours['batch']} x {ours['context']}",
              f"{short(ours['ms'])}, {short(theirs['ms'])}",
@@ -245,10 +239,10 @@ def step_pairs(found: Found) -> list[tuple[str, Mapping[str, Any], Mapping[str, 
 
 
 def mla(all_found: Sequence[Found]) -> list[str]:
-    """What the page for users has of sparse MLA: tokens and steps with the plugin and without it."""
+    """What the page for users has of sparse MLA: sums of tokens, how engines started, and what steps say in a line."""
     made = []
     for found in all_found:
-        parts = (mla_sums(found), [mla_started(found)], mla_steps(found, brief=True))
+        parts = (mla_sums(found), [mla_started(found)], mla_steps(found)[-1:])
         if any(map(any, parts)):
             made += [[run(found)], *filter(any, parts)]
     return paragraphs(*made)

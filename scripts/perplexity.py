@@ -1,10 +1,10 @@
-"""Perplexity of small language models through each format of a cache, and its table in docs/users/accuracy.md.
+"""Perplexity of small language models through each format of a cache, and its tables in docs/users and results.
 
-    python scripts/perplexity.py                 train, measure, write results/accuracy/perplexity.json and the page
+    python scripts/perplexity.py                 train, measure, write results/accuracy/perplexity.json and the pages
     python scripts/perplexity.py --only gqa v4   some models; the rest of the record stays
     python scripts/perplexity.py --quick         few steps and little text, below build/ alone
-    python scripts/perplexity.py --table         only put the recorded table into the page
-    python scripts/perplexity.py --check         change nothing; exit status 1 when the page is out of date
+    python scripts/perplexity.py --table         only put the recorded tables into the pages
+    python scripts/perplexity.py --check         change nothing; exit status 1 when a page is out of date
 
 CPU, one thread, some 20 minutes where that has a core of its own. Three small models are trained on text that every
 Python has: its licence, help topics and docstrings. SmolLM2-135M, a real one, is left out unless there is
@@ -48,8 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument("--quick", action="store_true", help="few steps, little text; writes below build/")
-    ways.add_argument("--table", action="store_true", help="only put the recorded table into the page")
-    ways.add_argument("--check", action="store_true", help="only say whether the page is up to date")
+    ways.add_argument("--table", action="store_true", help="only put the recorded tables into the pages")
+    ways.add_argument("--check", action="store_true", help="only say whether the pages are up to date")
     parser.add_argument("--only", nargs="+", choices=NAMES, help="measure these models; the rest of the record stays")
     options = parser.parse_args(arguments)
     if options.quick:
@@ -57,15 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if not options.table and not options.check:
         page.write(compute(options), ROOT / page.RECORD)
-    target = ROOT / page.PAGE
-    old = target.read_text(encoding="utf-8")
-    new = page.fill(old, page.read(ROOT / page.RECORD))
-    if options.check:
-        if new != old:
-            print(f"{page.PAGE} is out of date: run python scripts/perplexity.py --table", file=sys.stderr)
-        return int(new != old)
-    target.write_text(new, encoding="utf-8")
-    return 0
+    stale = {path: text for path, text in page.filled(ROOT).items() if path.read_text(encoding="utf-8") != text}
+    for path, text in stale.items():
+        if options.check:
+            print(f"{path.name} is out of date: run python scripts/perplexity.py --table", file=sys.stderr)
+        else:
+            path.write_text(text, encoding="utf-8")
+    return int(options.check and bool(stale))
 
 
 if __name__ == "__main__":

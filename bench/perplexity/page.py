@@ -1,4 +1,4 @@
-"""The table of a record of perplexities, and the page between whose markers it stands. Needs no torch."""
+"""The tables of a record of perplexities, and the pages between whose markers they stand. Needs no torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any, Final
 
 from bench import jsonl
 from bench.report import markdown
+from fp8_mla.formats import FORMATS
 
-BLOCK: Final = "perplexity"
-BEGIN, END = markdown.marks(BLOCK)
 RECORD: Final = pathlib.Path("results", "accuracy", "perplexity.json")
 """Not results/*.json: those are records of cards."""
-PAGE: Final = pathlib.Path("docs", "users", "accuracy.md")
+REAL: Final = "smollm2"
 COLUMNS: Final = ("perplexity", "difference to bfloat16, %", "divergence")
 
 
@@ -51,6 +50,20 @@ def table(record: Mapping[str, Any]) -> list[str]:
         for entries in zip(*model["variants"].values(), strict=True):
             row = [entries[0]["format"], f"{entries[0]['bytes']:g}"]
             rows.append([*row, *(cell for entry in entries for cell in _cells(entry))])
+    return markdown.table(header, rows)
+
+
+def brief(record: Mapping[str, Any]) -> list[str]:
+    """Lines of Markdown: the formats of the real model and those of latents, without the perplexities themselves."""
+    models = record["models"]
+    variants = list(next(iter(models.values()))["variants"])
+    header = ["cache", "bytes", *(f"{variant}: {column}" for variant in variants for column in COLUMNS[1:])]
+    rows = []
+    for name, model in models.items():
+        for entries in zip(*model["variants"].values(), strict=True):
+            if name == REAL or entries[0]["format"] in FORMATS:
+                cells = (cell for entry in entries for cell in _cells(entry)[1:])
+                rows.append([entries[0]["format"], f"{entries[0]['bytes']:g}", *cells])
     return markdown.table(header, rows)
 
 
@@ -94,11 +107,14 @@ def facts(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def block(record: Mapping[str, Any]) -> str:
-    """What stands between the markers."""
-    return "\n".join([*table(record), "", *(f"- {fact}" for fact in facts(record))])
-
-
-def fill(text: str, record: Mapping[str, Any]) -> str:
-    """The page with the record's table between its marks; raises as `markdown.fill`."""
-    return markdown.fill(text, BLOCK, block(record))
+def filled(root: pathlib.Path) -> dict[pathlib.Path, str]:
+    """Both pages of a checkout with the tables of its record between their marks; raises as `markdown.fill`."""
+    record = read(root / RECORD)
+    blocks = {
+        root / "docs" / "users" / "accuracy.md": ("perplexity-brief", brief(record)),
+        root / "results" / "README.md": ("perplexity", [*table(record), "", *(f"- {fact}" for fact in facts(record))]),
+    }
+    return {
+        page: markdown.fill(page.read_text(encoding="utf-8"), name, "\n".join(lines))
+        for page, (name, lines) in blocks.items()
+    }

@@ -45,9 +45,8 @@ class BlockTableKernel:
     | whole blocks to the front         | a vote, a store to shared memory                          |
     | page numbers, virtual pages       | a load, then a store, for each 32 virtual pages           |
 
-    So a list of 32 takes four trips to memory, one after the other: length, list, page numbers, those of the last
-    block. That is 2 us on an H100. Blocks past the end of what the query sees are left out; of a page that does not
-    exist the virtual page is -1.
+    So a list of 32 takes two trips to memory, one after the other: list and length, then page numbers. Blocks past the
+    end of what the query sees are left out; of a page that does not exist the virtual page is -1.
     """
 
     def __init__(self, spec: BlockTableSpec) -> None:
@@ -100,7 +99,7 @@ class BlockTableKernel:
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         smem = cutlass.utils.SmemAllocator()
-        sFound = smem.allocate_tensor(Int32, cute.make_layout((WARP, self.spec.warps)), byte_alignment=4)
+        sFound = smem.allocate_tensor(Int32, cute.make_layout((WARP + 1, self.spec.warps)), byte_alignment=4)
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()  # what kernels before this one write: lists, lengths, tables
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), tid % WARP
@@ -109,38 +108,40 @@ class BlockTableKernel:
         if row < mKeys.shape[0]:
             query_row, head = divmod(row, by_heads)
             b, query = divmod(query_row, by_s_q)
+            n = Int32(mIndices.shape[3])
+            block = self._block(mIndices, b, query, head, lane, n)  # on its way while the length is
             length = cutlass.min(cutlass.max(mLengths[b], 0), capacity)
             end = length  # of what the query sees
             if causal == 1:
                 end = cutlass.max(length - by_s_q.divisor + query + 1, 0)
             whole, rest = end >> pages.block_shift, end & ((Int32(1) << pages.block_shift) - 1)
             per_block = pages.block_shift - pages.rows_shift  # log2 of the virtual pages of a block
-            n = Int32(mIndices.shape[3])
-            count, has_last = Int32(0), Int32(0)
+            filled = (rest + (Int32(1) << pages.rows_shift) - 1) >> pages.rows_shift  # of the last block
+            written, keys, has_last = Int32(0), Int32(0), Int32(0)
             for begin in cutlass.range(0, n, WARP, unroll=1):
-                block = self._block(mIndices, b, query, head, begin + lane, n)
                 is_new = self._is_new(mIndices, b, query, head, block, begin, lane, n)
                 is_whole = block >= 0 and block < whole and is_new
                 has_last |= cute.arch.vote_ballot_sync(block == whole)
                 found = cute.arch.vote_ballot_sync(is_whole)
+                many = Int32(cute.arch.popc(found))
                 if is_whole:
                     before = found & ((Int32(1) << lane) - 1)
                     sFound[Int32(cute.arch.popc(before)), warp] = block
+                keys += many << pages.block_shift
+                entries = many << per_block
+                if begin + WARP >= n and has_last != 0:
+                    if lane == 0:
+                        sFound[many, warp] = whole
+                    keys += rest
+                    entries += filled
                 cute.arch.sync_warp()
-                many = Int32(cute.arch.popc(found))
-                for i in cutlass.range(lane, many << per_block, WARP, unroll=1):
+                for i in cutlass.range(lane, entries, WARP, unroll=1):
                     part = i & ((Int32(1) << per_block) - 1)
                     number = self._virtual_page(mPages, pages, b, head, sFound[i >> per_block, warp], part)
-                    mTable[row, (count << per_block) + i] = number
+                    mTable[row, written + i] = number
                 cute.arch.sync_warp()
-                count += many
-            keys = count << pages.block_shift
-            if has_last != 0 and rest > 0:
-                filled = (rest + (Int32(1) << pages.rows_shift) - 1) >> pages.rows_shift
-                for part in cutlass.range(lane, filled, WARP, unroll=1):
-                    number = self._virtual_page(mPages, pages, b, head, whole, part)
-                    mTable[row, (count << per_block) + part] = number
-                keys += rest
+                written += entries
+                block = self._block(mIndices, b, query, head, begin + WARP + lane, n)
             if lane == 0:
                 mKeys[row] = keys
 

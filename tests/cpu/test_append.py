@@ -13,8 +13,7 @@ from fp8_mla import pack
 from fp8_mla.formats import FORMATS, V3_2, V4
 from tests.kit.bad_input import TABLES
 from tests.kit.prepared import prepare
-from tests.kit.sass import listing as listing_of
-from tests.kit.sass import report as report_of
+from tests.kit.sass import listings, reports
 
 PAGES, PAGE_SIZE = 5, 7
 POISON = 0xA5
@@ -182,23 +181,23 @@ def test_a_long_call_keeps_more_bytes_in_flight():
     assert shipped == set(shipped_specs())
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_four_tokens_per_warp_compile(name):
-    spec = MlaAppendSpec(tokens_per_warp=4, warps=8, cache_format=name)
-    code = report_of(spec)
-    assert code.problems(spec.expected) == []
-    rope_parts = name == "v3.2"  # of all tokens together
-    assert code.count("LDG.E.128") == 8 + rope_parts, "two of each token's latent"
+def test_four_tokens_per_warp_compile():
+    specs = [MlaAppendSpec(tokens_per_warp=4, warps=8, cache_format=name) for name in FORMATS]
+    for spec, code in zip(specs, reports(specs), strict=True):
+        assert code.problems(spec.expected) == [], spec
+        rope_parts = spec.cache_format == "v3.2"  # of all tokens together
+        assert code.count("LDG.E.128") == 8 + rope_parts, f"{spec}: two of each token's latent"
 
 
-@pytest.mark.parametrize("spec", shipped_specs(), ids=repr)
-def test_all_loads_are_issued_before_anything_is_quantized(spec):
+def test_all_loads_are_issued_before_anything_is_quantized():
     """Else a warp has half of its bytes in flight; where ptxas puts them is its own affair."""
-    opcodes = [found[1] for line in listing_of(spec) if (found := re.search(r"\*/\s+(?:@!?U?P\d+ )?([A-Z]\S*)", line))]
-    loads = [place for place, opcode in enumerate(opcodes) if opcode.startswith("LDG")]
-    maxima = [place for place, opcode in enumerate(opcodes) if opcode.startswith(("FMNMX", "VHMNMX"))]
-    assert len(loads) == 1 + 2 * spec.tokens_per_warp + (spec.cache_format == "v3.2"), "slots, latents, rope parts"
-    assert loads[-1] < maxima[0]
+    for spec, lines in zip(shipped_specs(), listings(shipped_specs()), strict=True):
+        opcodes = [found[1] for line in lines if (found := re.search(r"\*/\s+(?:@!?U?P\d+ )?([A-Z]\S*)", line))]
+        loads = [place for place, opcode in enumerate(opcodes) if opcode.startswith("LDG")]
+        maxima = [place for place, opcode in enumerate(opcodes) if opcode.startswith(("FMNMX", "VHMNMX"))]
+        expected = 1 + 2 * spec.tokens_per_warp + (spec.cache_format == "v3.2")
+        assert len(loads) == expected, f"{spec}: slots, latents, rope parts"
+        assert loads[-1] < maxima[0], spec
 
 
 def test_the_launch_tells_the_kernel_where_rows_are(monkeypatch):

@@ -12,6 +12,7 @@ import fcntl
 import functools
 import hashlib
 import io
+import itertools
 import json
 import os
 import re
@@ -43,13 +44,6 @@ _HARMLESS = ("(C7519)",)  # a warpgroup.arrive that the source lacks was added w
 _USAGE = re.compile(
     r"Function (?P<name>\S+):\s+REG:(?P<registers>\d+) STACK:(?P<stack>\d+) SHARED:(?P<shared>\d+) LOCAL:(?P<local>\d+)"
 )
-_SECTION = re.compile(r'\s*\.section\s+\.text\.([^\s,"]+)')
-_ENCODING = re.compile(r"/\* (0x[0-9a-f]{16}) \*/")
-_CONTROLLED = re.compile(
-    r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<opcode>[A-Z][\w.]*)[^\n]*"
-    r"/\* 0x[0-9a-f]{16} \*/\s+/\* 0x(?P<control>[0-9a-f]{16}) \*/"
-)
-"""An instruction of `cuobjdump -sass`, and the upper half of its encoding."""
 _NO_SCOREBOARD = 7
 _INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 
@@ -181,33 +175,43 @@ def _compile(spec: KernelSpec) -> Compiled:
     return Compiled(cubins, said.getvalue())
 
 
-@functools.cache
-def report(spec: KernelSpec) -> SassReport:
-    """Compiles a spec for sm_90a and takes its cubins apart.
+def reports(specs: Iterable[KernelSpec]) -> list[SassReport]:
+    """Compiles specs for sm_90a and takes their cubins apart, which costs least for several at once.
 
     Raises:
-        ValueError: the spec cannot be built.
+        ValueError: a spec cannot be built.
         RuntimeError: a tool is missing or failed.
     """
-    made = compiled(spec)
-    kernels = tuple(kernel for path in _files(made.cubins) for kernel in read_cubin(path))
-    return SassReport(kernels, find_warnings(made.said))
+    made = [compiled(spec) for spec in specs]
+    listed = iter(_listings(cubin for each in made for cubin in each.cubins))
+    found = []
+    for each in made:
+        kernels = (kernel for cubin in each.cubins for kernel in _kernels(cubin, next(listed)))
+        found.append(SassReport(tuple(kernels), find_warnings(each.said)))
+    return found
+
+
+@functools.cache
+def report(spec: KernelSpec) -> SassReport:
+    """The report of one spec."""
+    return reports([spec])[0]
+
+
+def listings(specs: Iterable[KernelSpec]) -> list[list[str]]:
+    """The instructions of the one kernel of each spec, a line each."""
+    return [lines for listed in _listings(map(_only_cubin, specs)) for lines in listed.values()]
 
 
 @functools.cache
 def listing(spec: KernelSpec) -> list[str]:
-    """Lines of `nvdisasm -c` for the one cubin of a spec."""
-    (listed,) = map(_disassembled, _files(compiled(spec).cubins))
-    return listed
+    """The instructions of the one kernel of a spec."""
+    (lines,) = listings([spec])
+    return lines
 
 
-def _files(cubins: Iterable[bytes]) -> Iterator[Path]:
-    """Each cubin in a file, which is gone when the next one is asked for."""
-    for cubin in cubins:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "kernel.cubin")
-            path.write_bytes(cubin)
-            yield path
+def _only_cubin(spec: KernelSpec) -> bytes:
+    (cubin,) = compiled(spec).cubins
+    return cubin
 
 
 def digest(spec: KernelSpec) -> str:
@@ -223,10 +227,10 @@ def digest(spec: KernelSpec) -> str:
 def digest_of(cubins: Iterable[bytes]) -> str:
     """The same of cubins: encodings of all instructions, registers, stack, static and local memory of each kernel."""
     kernels = []
-    for path in _files(cubins):
-        words = _ENCODING.findall(_run("cuobjdump", "-sass", str(path)))
-        usage = _run("cuobjdump", "--dump-resource-usage", str(path))
-        kernels.append("\n".join([*words, *(" ".join(match.groups()[1:]) for match in _USAGE.finditer(usage))]))
+    for cubin in cubins:
+        code = b"".join(_machine_code(cubin).values())
+        words = [f"0x{word:016x}" for (word,) in struct.iter_unpack("<Q", code)]
+        kernels.append("\n".join([*words, *(" ".join(match.groups()[1:]) for match in _usage(cubin))]))
         if not words:
             raise ValueError("cubins: got one without an instruction")
     return hashlib.sha256("\n\n".join(sorted(kernels)).encode()).hexdigest()[:16]
@@ -245,14 +249,9 @@ def embedded_cubins(data: bytes) -> list[bytes]:
     return found
 
 
-def read_cubin(path: Path) -> list[KernelCode]:
-    """The kernels of a cubin.
-
-    Raises:
-        RuntimeError: a tool is missing or failed.
-    """
-    opcodes = count_opcodes(_disassembled(path))
-    usage = _USAGE.finditer(_run("cuobjdump", "--dump-resource-usage", str(path)))
+def _kernels(cubin: bytes, listed: Mapping[str, list[str]]) -> list[KernelCode]:
+    """The kernels of a cubin, whose instructions are `listed` by name."""
+    opcodes = {name: Counter(map(_opcode, lines)) for name, lines in listed.items()}
     return [
         KernelCode(
             name=match["name"],
@@ -262,7 +261,7 @@ def read_cubin(path: Path) -> list[KernelCode]:
             shared=int(match["shared"]),
             opcodes=opcodes[match["name"]],
         )
-        for match in usage
+        for match in _usage(cubin)
     ]
 
 
@@ -273,20 +272,20 @@ def arrivals_before_loads(spec: KernelSpec) -> list[str]:
     An instruction waits for the scoreboards of its mask; a fence waits for all that is under way.
     """
     found: list[str] = []
-    for path in _files(compiled(spec).cubins):
-        under_way: set[int] = set()
-        for match in _CONTROLLED.finditer(_run("cuobjdump", "-sass", str(path))):
-            control = int(match["control"], 16) >> 41
-            mask, writes = control >> 11 & 63, control >> 5 & 7
-            under_way = {scoreboard for scoreboard in under_way if not mask >> scoreboard & 1}
-            if match["opcode"].startswith(("MEMBAR", "EXIT")):
-                under_way = set()
-            elif match["opcode"].startswith("LDS"):  # loads without a scoreboard return before the next one that has it
-                if writes != _NO_SCOREBOARD and _NO_SCOREBOARD in under_way:
-                    under_way = under_way - {_NO_SCOREBOARD} | {writes}
-                under_way |= {writes} if match["opcode"].startswith("LDSM") else set()
-            elif match["opcode"].startswith("SYNCS.ARRIVE") and under_way:
-                found.append(match["opcode"])
+    under_way: set[int] = set()
+    (code,) = _machine_code(_only_cubin(spec)).values()
+    for opcode, (_, upper) in zip(map(_opcode, listing(spec)), struct.iter_unpack("<QQ", code), strict=True):
+        control = upper >> 41
+        mask, writes = control >> 11 & 63, control >> 5 & 7
+        under_way = {scoreboard for scoreboard in under_way if not mask >> scoreboard & 1}
+        if opcode.startswith(("MEMBAR", "EXIT")):
+            under_way = set()
+        elif opcode.startswith("LDS"):  # loads without a scoreboard return before the next one that has it
+            if writes != _NO_SCOREBOARD and _NO_SCOREBOARD in under_way:
+                under_way = under_way - {_NO_SCOREBOARD} | {writes}
+            under_way |= {writes} if opcode.startswith("LDSM") else set()
+        elif opcode.startswith("SYNCS.ARRIVE") and under_way:
+            found.append(opcode)
     return found
 
 
@@ -295,20 +294,49 @@ def find_warnings(said: str) -> tuple[str, ...]:
     return tuple(" ".join(warning.split()) for warning in _WARNING.findall(said))
 
 
-def count_opcodes(sass: Iterable[str]) -> dict[str, Counter[str]]:
-    """Opcodes by function, from the lines of `nvdisasm -c`."""
-    functions: dict[str, Counter[str]] = {}
-    current: Counter[str] = Counter()
-    for line in sass:
-        if section := _SECTION.match(line):
-            current = functions.setdefault(section[1], Counter())
-        elif instruction := _INSTRUCTION.match(line):
-            current[instruction[1]] += 1
-    return functions
+def _machine_code(cubin: bytes) -> dict[str, bytes]:
+    """The instructions of each kernel, 16 bytes each: sections `.text.NAME` of a 64-bit ELF file."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, number, of_names = struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(number)]
+    code = {}
+    for name, _, _, _, start, length in sections:
+        at = sections[of_names][4] + name
+        text = cubin[at : cubin.index(b"\0", at)].decode()
+        if text.startswith(".text."):
+            code[text.removeprefix(".text.")] = cubin[start : start + length]
+    return code
 
 
-def _disassembled(cubin: Path) -> list[str]:
-    return _run("nvdisasm", "-c", "--no-dataflow", str(cubin)).splitlines()
+def _listings(cubins: Iterable[bytes]) -> list[dict[str, list[str]]]:
+    """The instructions of each kernel of each cubin, a line each.
+
+    nvdisasm takes 0.4 s to start and 0.01 to 0.2 s for a kernel, so that one takes the code of all kernels end to end.
+    """
+    code = [_machine_code(cubin) for cubin in cubins]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "code")
+        path.write_bytes(b"".join(kernel for kernels in code for kernel in kernels.values()))
+        listed = filter(_INSTRUCTION.match, _run("nvdisasm", "-b", "SM90a", str(path)).splitlines())
+        found = [
+            {name: list(itertools.islice(listed, len(kernel) // 16)) for name, kernel in kernels.items()}
+            for kernels in code
+        ]
+    assert next(listed, None) is None, "an instruction of 16 bytes has a line"
+    return found
+
+
+def _opcode(line: str) -> str:
+    match = _INSTRUCTION.match(line)
+    assert match, line
+    return match[1]
+
+
+def _usage(cubin: bytes) -> list[re.Match[str]]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        return list(_USAGE.finditer(_run("cuobjdump", "--dump-resource-usage", str(path))))
 
 
 def _run(tool: str, *arguments: str) -> str:

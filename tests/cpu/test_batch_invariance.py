@@ -17,9 +17,8 @@ from cute_kernels.gqa.plan import choose_spec
 from cute_kernels.gqa.plan import plan_decode as plan_gqa
 from cute_kernels.merge.spec import WARP, MergeSpec
 from cute_kernels.mla.plan import EXCHANGES, MAX_SPLITS, plan_decode
-from cute_kernels.sink.launch import SinkRequest
 from cute_kernels.sink.op import MAX_TOKENS, _launchable
-from cute_kernels.sink.request import FORWARD
+from cute_kernels.sink.request import FORWARD, Request
 from fp8_mla.formats import FORMATS, PAIRS
 
 FORMS = [*((name, "") for name in FORMATS), *PAIRS]
@@ -131,15 +130,15 @@ def test_merge_states(num_states, d, dtype, one, other):
 @given(window=st.integers(1, 2000), one=st.integers(1, 3000), other=st.integers(1, 3000))
 def test_sinks_over_packed_sequences(window, one, other):
     """Whether a window is compiled, and with it the key tile, does not follow from the tokens of other sequences."""
-    found = [_packed(window, tokens).window for tokens in (one, other)]
+    found = [_packed(window, tokens)["window"] for tokens in (one, other)]
     assert found[0] == found[1] == window
 
 
 def test_a_window_wider_than_any_sequence_is_none():
-    assert _packed(MAX_TOKENS, 64).window is None
+    assert _packed(MAX_TOKENS, 64)["window"] is None
 
 
-def _packed(window: int, tokens: int) -> SinkRequest:
+def _packed(window: int, tokens: int) -> Request:
     q, kv = torch.empty(tokens, 4, 64, device="meta"), torch.empty(tokens, 2, 64, device="meta")
     starts = torch.empty(2, dtype=torch.int32, device="meta")
     lengths = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": tokens}

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cute_kernels.gqa.blocks_plan import DecodeShape
 from cute_kernels.gqa.layouts import LAYOUTS, ScaleKind, cache_sizes
 from cute_kernels.gqa.plan import choose_spec
 from cute_kernels.gqa.plan import plan_decode as plan_gqa
@@ -84,9 +85,10 @@ def test_gqa(layout, heads, s_q, d, num_splits, kv_dtype, one, other, sms):
     for batch, num_sms in ((one, 132), (other, sms)):
         chosen = LAYOUTS[layout]
         size = {"o": 9 if chosen.paged else batch, "h": h_kv, "r": 16 if chosen.paged else capacity, "d": d}
+        shape = DecodeShape(chosen, _sizes(chosen, size, kv_dtype), (batch, s_q, h_q), capacity)
         spec = choose_spec(
-            chosen, _sizes(chosen, size, kv_dtype), q_shape=(batch, s_q, h_q), q_dtype="bfloat16", kv_dtype=kv_dtype,
-            kinds=(kind, kind), scale_dtype="float32", max_keys=capacity, num_sms=num_sms, num_splits=num_splits,
+            shape, (kind, kind), q_dtype="bfloat16", kv_dtype=kv_dtype, scale_dtype="float32", num_sms=num_sms,
+            num_splits=num_splits,
         )  # fmt: skip
         plan = plan_gqa(
             spec, batch=batch, h_kv=h_kv, rows=h_q // h_kv * s_q, max_keys=capacity, num_sms=num_sms,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.gqa.blocks_plan import DecodeShape, decode_shape
-from cute_kernels.gqa.checks import NAMES, capacity_of, check, check_outputs, kinds_of, sizes_of
+from cute_kernels.gqa.checks import NAMES, capacity_of, check, kinds_of, sizes_of
 from cute_kernels.gqa.codes import ROTATED_KINDS
 from cute_kernels.gqa.layouts import LAYOUTS, CacheLayout, ScaleKind
 from cute_kernels.gqa.plan import choose_spec, plan_decode
@@ -73,7 +73,7 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
         lse,
         (None if out is q else q, k_cache, v_cache, k_scale, v_scale, lengths, table, slopes, request["s_aux"], starts),
     ):
-        check_outputs(request)
+        DECODE.check_outputs(request)
     if out is None:
         out = memory.empty_like(q)
     if lse is None:

@@ -69,9 +69,8 @@ class GqaBlocksCase(GqaDecodeCase):
         q_shape = (self.batch, self.s_q, self.h_q)
         shape = decode_shape(layout, sizes, q_shape, self.index_block, self.h_kv, self.blocks)
         spec = choose_spec(
-            shape.layout, shape.sizes, q_shape=shape.q_shape, q_dtype="bfloat16", max_keys=shape.max_keys,
-            kv_dtype=str(KV_DTYPES[self.kv_dtype]).removeprefix("torch."), kinds=(kind, kind), num_sms=num_sms,
-            scale_dtype="float16" if kind else "float32",
+            shape, (kind, kind), q_dtype="bfloat16", kv_dtype=str(KV_DTYPES[self.kv_dtype]).removeprefix("torch."),
+            num_sms=num_sms, scale_dtype="float16" if kind else "float32",
         )  # fmt: skip
         return [spec, BlockTableSpec(paged=True)]
 

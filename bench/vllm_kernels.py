@@ -54,13 +54,13 @@ def prompts() -> Iterator[dict[str, Any]]:
         given = _Prompts.draw(requests, context, tokens)
         q, out = given.q, torch.empty_like(given.q)
         layers = {name: given.layer(name, flash_attn_varlen_func) for name in ("auto", "fp8", INT8)}
-        views = {name: calls.views(kv_cache) for name, (calls, kv_cache) in layers.items()}
+        ones = torch.ones(requests, KV_HEADS, dtype=torch.float32, device="cuda")
+        views = {name: calls.views(kv_cache, ones[0, 0], ones[0, 0]) for name, (calls, kv_cache) in layers.items()}
         paged: dict[str, Any] = {
             "q": q, "out": out, "cu_seqlens_q": given.starts, "max_seqlen_q": tokens, "seqused_k": given.lengths,
             "max_seqlen_k": context + tokens, "softmax_scale": HEAD_DIM**-0.5, "causal": True,
             "window_size": (-1, -1), "block_table": given.table, "softcap": 0.0,
         }  # fmt: skip
-        ones = torch.ones(requests, KV_HEADS, dtype=torch.float32, device="cuda")
         codes = views[INT8].tokens_first()
         int8 = {
             "kv_quant_mode": KVQuantMode.INT8_PER_TOKEN_HEAD, "k_scale_cache": codes[2], "v_scale_cache": codes[3],
@@ -77,8 +77,8 @@ def prompts() -> Iterator[dict[str, Any]]:
             ),
         }  # fmt: skip
         if context:
-            for name, (layer, kv_cache) in layers.items():
-                calls[f"ours_{name}"] = partial(attend, layer, q, kv_cache, given.prompts, ones[0, 0], ones[0, 0], out)
+            for name, (layer, _) in layers.items():
+                calls[f"ours_{name}"] = partial(attend, layer, q, views[name], given.prompts, out)
         else:
             k, v = torch.randn(2, requests * tokens, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
             calls["flash_fresh"] = partial(

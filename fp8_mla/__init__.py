@@ -87,38 +87,17 @@ __all__ = [
     "write_pages",
 ]
 
-_NAMES = {
-    "fp8_mla.formats": (
-        "CACHE_LAYOUTS",
-        "FORMATS",
-        "FP8_MAX",
-        "FP8_NAN",
-        "INDEX_KEY",
-        "MIN_SCALE",
-        "PAIRS",
-        "V3_2",
-        "V3_2_NOPE",
-        "V4",
-        "V4_1",
-        "V4_1_FP4",
-        "PageLayout",
-        "TokenFormat",
-    ),
-    "fp8_mla.indexer": ("pack_index_keys", "reference_index_decode", "reference_index_logits", "unpack_index_keys"),
-    "fp8_mla.packing": ("pack", "unpack"),
-    "fp8_mla.pages": ("read_pages", "row_views", "write_pages"),
-    "fp8_mla.reference": ("reference_decode",),
-    "fp8_mla.slots": ("INVALID_SLOT", "slots_from_block_table", "slots_from_positions", "valid_slots"),
-}
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+_MODULES = ("formats", "layout", "slots", "packing", "pages", "indexer", "reference")
+"""Where a name is looked for, in this order: the first needs no torch."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_MODULES.get(name, "fp8_mla.layout")), name)
-    globals()[name] = value
-    return value
+    for module in _MODULES if name in __all__ else ():
+        found = importlib.import_module(f"{__name__}.{module}")
+        if hasattr(found, name):
+            globals()[name] = getattr(found, name)
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -16,7 +16,7 @@ from cute_kernels.gqa.request import APPEND, INT8_APPEND, AppendRequest
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, require
 from cute_kernels.runtime.compile import get_kernel
-from cute_kernels.runtime.launch import MAX_PREPARED, PreparedLaunches, by_name, launch_or_explain
+from cute_kernels.runtime.launch import MAX_PREPARED, PreparedLaunches, by_name, do_nothing, launch_or_explain
 from cute_kernels.runtime.overlap import check_written, holds
 
 
@@ -156,7 +156,7 @@ def _prepare(key: tuple[Any, ...], request: AppendRequest) -> PreparedLaunch:
     layout = LAYOUTS[request["layout"]]
     sizes = sizes_of(layout, k_cache, v_cache)
     if not k.shape[0] * sizes.h_kv or not sizes.num_slots:
-        return PreparedLaunch(_append_nothing)
+        return PreparedLaunch(do_nothing)
     k_kind = scale_kind("k_scale", tuple(request["k_scale"].shape), layout, sizes)
     v_kind = scale_kind("v_scale", tuple(request["v_scale"].shape), layout, sizes)
     spec = KvAppendSpec.for_launch(
@@ -175,10 +175,6 @@ def _prepare(key: tuple[Any, ...], request: AppendRequest) -> PreparedLaunch:
 
 def _append_on_cpu(request: AppendRequest, **tensors: torch.Tensor) -> None:
     reference_append(**request)
-
-
-def _append_nothing(request: AppendRequest, **tensors: torch.Tensor) -> None:
-    pass
 
 
 def check(request: AppendRequest) -> None:

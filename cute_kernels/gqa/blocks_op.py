@@ -9,7 +9,7 @@ import torch
 
 from cute_kernels.gqa.block_table_spec import BlockTableSpec
 from cute_kernels.gqa.blocks_plan import VirtualPages, decode_shape, virtual_view
-from cute_kernels.gqa.checks import capacity_of, check, check_outputs, pages_of, sizes_of, strided_of
+from cute_kernels.gqa.checks import capacity_of, check, pages_of, sizes_of, strided_of
 from cute_kernels.gqa.launch import launch as decode
 from cute_kernels.gqa.launch import signature
 from cute_kernels.gqa.layouts import LAYOUTS
@@ -71,7 +71,7 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     if (out is not None or lse is not None) and share_storage(
         prepared.apart, out, lse, (None if out is q else q, *(given[name] for name in _READ))
     ):
-        check_outputs(request)
+        DECODE.check_outputs(request)
     if prepared.make_table is None:
         given = {**given, "indices": None}
         return decode(given)

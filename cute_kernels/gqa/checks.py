@@ -12,7 +12,7 @@ from cute_kernels.gqa.layouts import ALIGNMENT, LAYOUTS, CacheLayout, CacheSizes
 from cute_kernels.gqa.plan import MAX_S_Q
 from cute_kernels.gqa.request import DECODE, Request
 from cute_kernels.runtime.arch import require_sm90
-from cute_kernels.runtime.checks import check_tensor, fail, require
+from cute_kernels.runtime.checks import check_given, check_tensor, fail, require
 from cute_kernels.runtime.memory import MAX_HEADS
 
 Q_DTYPES, CACHE_DTYPES, SCALE_DTYPES = (
@@ -47,7 +47,7 @@ def kinds_of(request: Request, layout: CacheLayout, sizes: CacheSizes) -> tuple[
 
 def check(request: Request) -> None:
     """Raises what is wrong with the arguments of a call, by name."""
-    q, k_cache, v_cache, out, lse = request["q"], request["k_cache"], request["v_cache"], request["out"], request["lse"]
+    q, k_cache, v_cache = request["q"], request["k_cache"], request["v_cache"]
     check_tensor("q", q, dtype=Q_DTYPES, ndim=4, align=8, unit_last_stride=True)
     device = q.device
     batch, s_q, h_q, d = q.shape
@@ -85,28 +85,24 @@ def check(request: Request) -> None:
         require(sizes.outer == batch, "k_cache", got, f"{batch}, the batch of q")
     capacity = capacity_of(request, layout, sizes)
     require(capacity < 2**30, "k_cache", f"room for {capacity} tokens of a sequence", "fewer than 2^30")
-    if request["cache_seqlens"] is not None:
-        check_tensor("cache_seqlens", request["cache_seqlens"], dtype=torch.int32, shape=(batch,), device=device)
-    if request["cache_starts"] is not None:
-        check_tensor("cache_starts", request["cache_starts"], dtype=torch.int32, shape=(batch,), device=device)
-    if request["alibi_slopes"] is not None:
-        slopes = request["alibi_slopes"]
-        per_sequence = isinstance(slopes, torch.Tensor) and slopes.dim() == 2
-        slopes_shape = (batch, h_q) if per_sequence else (h_q,)
-        check_tensor(
-            "alibi_slopes", slopes, dtype=torch.float32, shape=slopes_shape, device=device, unit_last_stride=True
-        )
-    if request["s_aux"] is not None:
-        check_tensor("s_aux", request["s_aux"], dtype=torch.float32, shape=(h_q,), device=device, unit_last_stride=True)
+    slopes = request["alibi_slopes"]
+    per_sequence = isinstance(slopes, torch.Tensor) and slopes.dim() == 2
+    of_heads = {"dtype": torch.float32, "shape": (h_q,), "unit_last_stride": True}
+    check_given(
+        request,
+        device,
+        cache_seqlens={"dtype": torch.int32, "shape": (batch,)},
+        cache_starts={"dtype": torch.int32, "shape": (batch,)},
+        alibi_slopes={**of_heads, "shape": (batch, h_q)} if per_sequence else of_heads,
+        s_aux=of_heads,
+        out={"dtype": q.dtype, "shape": tuple(q.shape), "align": 8, "unit_last_stride": True},
+        lse={"dtype": torch.float32, "shape": (batch, s_q, h_q)},
+    )
     if request["indices"] is not None:
         _check_indices(request, layout, sizes)
-    if out is not None:
-        check_tensor("out", out, dtype=q.dtype, shape=tuple(q.shape), device=device, align=8, unit_last_stride=True)
-    if lse is not None:
-        check_tensor("lse", lse, dtype=torch.float32, shape=(batch, s_q, h_q), device=device)
     if device.type != "cpu":
         require_sm90("q", device)
-    check_outputs(request)
+    DECODE.check_outputs(request)
 
 
 def strided_of(request: Request, layout: CacheLayout, sizes: CacheSizes) -> list[Strided]:
@@ -162,11 +158,6 @@ def check_kind(kind: str | None, k_cache: torch.Tensor) -> None:
     elif k_cache.dtype in ROTATED_DTYPES:
         known = [repr(name) for name, (k, _) in codes.KINDS.items() if k in codes.ROTATED]
         fail("k_cache", f"{k_cache.dtype} without kind", f"kind {' or '.join(known)}", TypeError)
-
-
-def check_outputs(request: Request) -> None:
-    """Raises where the memory of an output is also another argument's. Only `out is q` may be, row for row."""
-    DECODE.check_outputs(request, in_place=("out", "q"))
 
 
 def _check_rows(name: str, cache: torch.Tensor, layout: CacheLayout) -> None:

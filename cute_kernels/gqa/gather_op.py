@@ -6,8 +6,8 @@ import torch
 
 from cute_kernels.gqa.codes import ROTATED
 from cute_kernels.gqa.gather_spec import KvGatherSpec
-from cute_kernels.gqa.reference import codes_per_element, dequantize_uint4
-from cute_kernels.gqa.rotation_reference import unrotate
+from cute_kernels.gqa.layouts import ScaleKind
+from cute_kernels.gqa.reference import codes_per_element, dequantize_tokens
 from cute_kernels.runtime.compile import get_kernel
 
 
@@ -62,9 +62,7 @@ def dense(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch
         scale: (...) float16 or float32.
         dtype: of the result. Products are float32, rounded once.
     """
-    if codes.dtype is torch.uint8:
-        return unrotate(dequantize_uint4(codes, scale, torch.float32)).to(dtype)
-    return (codes.float() * scale.float().unsqueeze(-1)).to(dtype)
+    return dequantize_tokens(codes, scale, ScaleKind("per_token_head"), dtype)
 
 
 def _copied(codes: torch.Tensor, scale: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.gqa.blocks_plan import DecodeShape, decode_shape
-from cute_kernels.gqa.checks import NAMES, capacity_of, check, check_outputs, kinds_of, sizes_of
+from cute_kernels.gqa.checks import NAMES, capacity_of, check, kinds_of, sizes_of
 from cute_kernels.gqa.codes import ROTATED_KINDS
 from cute_kernels.gqa.layouts import LAYOUTS, CacheLayout, ScaleKind
 from cute_kernels.gqa.plan import choose_spec, plan_decode
@@ -73,7 +73,7 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
         lse,
         (None if out is q else q, k_cache, v_cache, k_scale, v_scale, lengths, table, slopes, request["s_aux"], starts),
     ):
-        check_outputs(request)
+        DECODE.check_outputs(request)
     if out is None:
         out = memory.empty_like(q)
     if lse is None:
@@ -169,19 +169,15 @@ def decode_spec(request: Request, num_sms: int = 132) -> GqaDecodeSpec:
     sizes = sizes_of(request, layout)
     batch, s_q, h_q, _ = request["q"].shape
     scale, indices = request["k_scale"], request["indices"]
-    kinds = kinds_of(request, layout, sizes)
     shape = DecodeShape(layout, sizes, (batch, s_q, h_q), capacity_of(request, layout, sizes))
     if indices is not None:
         shape = decode_shape(layout, sizes, shape.q_shape, request["index_block"], *indices.shape[2:])
     return choose_spec(
-        shape.layout,
-        shape.sizes,
-        q_shape=shape.q_shape,
+        shape,
+        kinds_of(request, layout, sizes),
         q_dtype=NAMES[request["q"].dtype],
         kv_dtype=NAMES[request["k_cache"].dtype],
-        kinds=kinds,
         scale_dtype="float32" if scale is None else NAMES[scale.dtype],
-        max_keys=shape.max_keys,
         num_sms=num_sms,
         num_splits=request["num_splits"],
         alibi=request["alibi_slopes"] is not None,

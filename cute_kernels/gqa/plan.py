@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
+from cute_kernels.gqa.blocks_plan import DecodeShape
 from cute_kernels.gqa.codes import TYPES
-from cute_kernels.gqa.layouts import CacheLayout, CacheSizes, ScaleKind
+from cute_kernels.gqa.layouts import ScaleKind
 from cute_kernels.gqa.spec import (
     CLUSTER,
     COLUMNS,
@@ -95,65 +97,44 @@ _CLASS_OF = {"per_tensor": "per_head", "per_token_head": "per_token"}
 
 
 def choose_spec(
-    layout: CacheLayout,
-    sizes: CacheSizes,
-    *,
-    q_shape: tuple[int, int, int],
-    q_dtype: str,
-    kv_dtype: str,
+    shape: DecodeShape,
     kinds: tuple[ScaleKind | None, ScaleKind | None],
-    scale_dtype: str,
-    max_keys: int,
+    *,
+    kv_dtype: str,
     num_sms: int,
     num_splits: int | None = None,
-    alibi: bool = False,
-    softcap: bool = False,
-    starts: bool = False,
-    v_dtype: str | None = None,
+    **facts: Any,
 ) -> GqaDecodeSpec:
     """The kernel of a call.
 
     Args:
-        layout: of the caches.
-        sizes: of the caches.
-        q_shape: batch, query tokens and heads of q.
-        q_dtype: of q, without "torch.".
-        kv_dtype: of the caches.
+        shape: of the call.
         kinds: what a scale of K and of V means; None without scales.
-        scale_dtype: of both scales; "float32" without scales.
-        max_keys: tokens that a sequence can have.
+        kv_dtype: of the caches, without "torch."; of keys where values are rotated.
         num_sms: of the device.
         num_splits: splits of each sequence, where the caller asks for them.
-        alibi: whether there are ALiBi slopes.
-        softcap: whether scores are capped.
-        starts: whether sequences begin after their first token.
-        v_dtype: of v_cache, where values are rotated.
+        facts: other fields of the kernel's spec.
     """
-    batch, s_q, h_q = q_shape
+    (batch, s_q, h_q), layout, sizes = shape.q_shape, shape.layout, shape.sizes
     d, rows = sizes.d, h_q // sizes.h_kv * s_q
     itemsize = TYPES[kv_dtype].itemsize
     warps = warps_for(d, itemsize)
     tile = keys_for(d, warps)
     spec = GqaDecodeSpec(
-        q_dtype=q_dtype,
         kv_dtype=kv_dtype,
         d=d,
         columns=columns_for(rows, d, itemsize),
         k_scales=_scale_class(kinds[0]),
         v_scales=_scale_class(kinds[1]),
-        scale_dtype=scale_dtype,
         layout=layout.kernel_layout,
         paged=layout.paged,
         box_rows=min(sizes.rows, tile) if layout.paged else tile,
-        alibi=alibi,
-        softcap=softcap,
-        starts=starts,
-        v_dtype=v_dtype,
         warps=warps,
+        **facts,
     )
     if num_splits is not None:
         return spec
-    return replace(spec, cluster=cluster_for(spec, batch, sizes.h_kv, rows, max_keys, num_sms))
+    return replace(spec, cluster=cluster_for(spec, batch, sizes.h_kv, rows, shape.max_keys, num_sms))
 
 
 def _scale_class(kind: ScaleKind | None) -> str:

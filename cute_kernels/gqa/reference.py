@@ -80,7 +80,7 @@ class ScaledCache:
 
     def take(self, outer: torch.Tensor, rows: torch.Tensor, heads: slice, dtype: torch.dtype) -> torch.Tensor:
         """Dequantized tokens (n, heads, d) from places (n,), all of them valid."""
-        return _dequantize(*self.parts(outer, rows, heads), self.kind, dtype)
+        return dequantize_tokens(*self.parts(outer, rows, heads), self.kind, dtype)
 
     def parts(self, outer: torch.Tensor, rows: torch.Tensor, heads: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Codes (n, heads, d) of tokens from places (n,), all of them valid, and their scales, token-major."""
@@ -112,10 +112,10 @@ class ScaledCache:
         self.scale[outer, rows] = scale
 
 
-def _dequantize(
+def dequantize_tokens(
     codes: torch.Tensor, scale: torch.Tensor | None, kind: ScaleKind | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The product is exact in float64; for any other dtype it is taken in float32 and rounded."""
+    """Numbers of token-major codes. Products are exact in float64; for another dtype float32, rounded once."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     if codes.dtype == torch.uint8:
         assert scale is not None
@@ -154,7 +154,7 @@ def dequantize(
     head_dim = (axes["d"] if "d" in axes else axes["c"] * axes["x"]) * codes_per_element(codes)
     sizes = CacheSizes(axes[known.outer], axes[known.rows], axes["h"], head_dim)
     cache = ScaledCache(codes, scale, known, which, sizes)
-    return _dequantize(cache.codes.flatten(3), cache.scale, cache.kind, dtype)
+    return dequantize_tokens(cache.codes.flatten(3), cache.scale, cache.kind, dtype)
 
 
 def codes_per_element(cache: torch.Tensor) -> int:

@@ -12,7 +12,7 @@ from cute_kernels.indexer.request import APPEND, AppendInputs, AppendOptions, Ap
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, require
 from cute_kernels.runtime.compile import get_kernel
-from cute_kernels.runtime.launch import PreparedLaunches, launch_or_explain
+from cute_kernels.runtime.launch import PreparedLaunches, do_nothing, launch_or_explain
 from cute_kernels.runtime.overlap import check_written, holds
 from fp8_mla import INDEX_KEY, pack_index_keys, row_views, write_pages
 
@@ -83,12 +83,8 @@ def _prepare(key: tuple[Any, ...], request: AppendRequest) -> _Kernel:
             pages, slots, pack_index_keys(k, scale=scale), token_format=INDEX_KEY
         )
     if not k.shape[0] or not k_cache.shape[0]:
-        return _append_nothing
+        return do_nothing
     return _prepared.keep(key, get_kernel(IndexAppendSpec(scale, _DTYPES[k.dtype])), k.device)
-
-
-def _append_nothing(k: torch.Tensor, pages: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    pass
 
 
 def check(request: AppendRequest) -> None:

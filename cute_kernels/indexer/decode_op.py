@@ -17,7 +17,7 @@ from cute_kernels.runtime import memory
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_int, check_tensor, require
 from cute_kernels.runtime.compile import get_kernel
-from cute_kernels.runtime.launch import PreparedLaunches, launch_or_explain, output_key
+from cute_kernels.runtime.launch import PreparedLaunches, do_nothing, launch_or_explain, output_key
 from cute_kernels.runtime.ops import is_traced
 from cute_kernels.runtime.overlap import share_storage
 from fp8_mla import reference_index_logits
@@ -162,17 +162,13 @@ def _prepare(key: tuple[Any, ...], request: DecodeRequest) -> PreparedLaunch:
     if request["slot_page_size"] is not None:
         slots = (request["slot_page_size"], NUM_SLOTS)
     if not rows:
-        return PreparedLaunch(_do_nothing, _do_nothing, 1, slots, *templates, set())
+        return PreparedLaunch(do_nothing, do_nothing, 1, slots, *templates, set())
     num_sms = memory.constants(device).num_sms
     has_table = not request["return_positions"]
     choose = TopkSpec.for_launch(rows, width, num_sms, has_table=has_table, has_starts=False)
     score = ScoreSpec.for_launch(heads, s_q)
     kernels, ctas = (get_kernel(score), get_kernel(choose)), score.ctas_per_sm * num_sms
     return _prepared.keep(key, PreparedLaunch(*kernels, ctas, slots, *templates, set()), device)
-
-
-def _do_nothing(*arguments: Any) -> None:
-    pass
 
 
 def _check_query(q: torch.Tensor) -> None:

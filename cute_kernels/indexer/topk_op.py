@@ -14,7 +14,7 @@ from cute_kernels.runtime import memory
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_int, check_tensor, require
 from cute_kernels.runtime.compile import get_kernel
-from cute_kernels.runtime.launch import PreparedLaunches, launch_or_explain, output_key
+from cute_kernels.runtime.launch import PreparedLaunches, do_nothing, launch_or_explain, output_key
 from cute_kernels.runtime.ops import is_traced
 from cute_kernels.runtime.overlap import holds
 
@@ -93,15 +93,11 @@ def _prepare(key: tuple[Any, ...], request: TopkRequest) -> PreparedLaunch:
     rows, width = logits.shape
     out_like = memory.template((rows, request["topk"]), torch.int32, logits.device)
     if not rows:
-        return PreparedLaunch(_choose_nothing, out_like)
+        return PreparedLaunch(do_nothing, out_like)
     num_sms = memory.constants(logits.device).num_sms
     has_table, has_starts = request["block_table"] is not None, request["row_starts"] is not None
     spec = TopkSpec.for_launch(rows, width, num_sms, has_table=has_table, has_starts=has_starts)
     return _prepared.keep(key, PreparedLaunch(get_kernel(spec), out_like), logits.device)
-
-
-def _choose_nothing(*arguments: Any) -> None:
-    pass
 
 
 def _check_sizes(logits: torch.Tensor) -> None:

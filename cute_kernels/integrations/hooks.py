@@ -40,14 +40,20 @@ def replace(
     Args:
         owner: the module or class; None if the class itself is missing.
         name: of the function.
-        make: what stands for the original.
+        make: what stands for the original; of a method it takes the object first.
         missing: called where there is no such function.
     """
     original = getattr(owner, name, None)
     if original is None:
         missing()
     elif not hasattr(original, "__wrapped__"):
-        setattr(owner, name, functools.wraps(original)(make(original)))
+        ours = make(original)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:  # a function, so that a class binds it to its objects
+            return ours(*args, **kwargs)
+
+        setattr(owner, name, call)
 
 
 class SayOnce:

@@ -94,10 +94,11 @@ def sparse_mla(original: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
     Returns:
         (tokens, 1, heads, 512) bfloat16.
     """
-    return or_original(
-        functools.partial(_sparse_mla, backend), lambda *args, **kwargs: original(backend, *args, **kwargs),
-        lambda reason: say_once(f"sparse MLA stays with FlashMLA: {reason}"), *args, **kwargs,
-    )  # fmt: skip
+    return or_original(_sparse_mla, original, _stays, backend, *args, **kwargs)
+
+
+def _stays(reason: str) -> None:
+    say_once(f"sparse MLA stays with FlashMLA: {reason}")
 
 
 def _sparse_mla(
@@ -156,15 +157,9 @@ def sparse_mla_refusal(backend: Any, q: torch.Tensor, layer: Any, v_head_dim: in
 
 def change_sparse_mla(module: types.ModuleType) -> None:
     """Puts `sparse_mla` around `DeepseekSparseAttnBackend._forward_flashmla_kv`."""
-
-    def around(method: Callable[..., Any]) -> Callable[..., Any]:
-        def forward_flashmla_kv(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return sparse_mla(method, self, *args, **kwargs)
-
-        return forward_flashmla_kv
-
-    missing = f"sparse MLA stays with FlashMLA: this SGLang has no {SPARSE_MLA_CLASS}.{SPARSE_MLA_METHOD}"
-    replace(getattr(module, SPARSE_MLA_CLASS, None), SPARSE_MLA_METHOD, around, lambda: say_once(missing))
+    owner = getattr(module, SPARSE_MLA_CLASS, None)
+    missing = f"this SGLang has no {SPARSE_MLA_CLASS}.{SPARSE_MLA_METHOD}"
+    replace(owner, SPARSE_MLA_METHOD, lambda method: functools.partial(sparse_mla, method), lambda: _stays(missing))
 
 
 def change_deepseek_v4(module: types.ModuleType) -> None:

@@ -32,11 +32,7 @@ def change_indexer(module: types.ModuleType) -> None:
         say_once(f"{SCORES_STAY}: {reason}")
 
     def around(method: Callable[..., Any]) -> Callable[..., Any]:
-        def get_topk_paged(self: Any, *args: Any, **kwargs: Any) -> Any:
-            ours, theirs = functools.partial(choose_keys, module, self), functools.partial(method, self)
-            return or_original(ours, theirs, scores_stay, *args, **kwargs)
-
-        return get_topk_paged
+        return functools.partial(or_original, functools.partial(choose_keys, module), method, scores_stay)
 
     missing = f"this SGLang has no {INDEXER_CLASS}.{INDEXER_METHOD}"
     replace(getattr(module, INDEXER_CLASS, None), INDEXER_METHOD, around, lambda: scores_stay(missing))

@@ -15,7 +15,7 @@ from cute_kernels.runtime import memory
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, require
 from cute_kernels.runtime.compile import get_kernel
-from cute_kernels.runtime.launch import PreparedLaunches, by_name, launch_or_explain, output_key
+from cute_kernels.runtime.launch import PreparedLaunches, by_name, do_nothing, launch_or_explain, output_key
 from cute_kernels.runtime.ops import is_traced
 from cute_kernels.runtime.overlap import share_storage
 
@@ -136,7 +136,7 @@ def _prepare(key: tuple[Any, ...], request: Request) -> PreparedLaunch:
     )
     rows = math.prod(shape[1:-1])
     if not rows:
-        return PreparedLaunch(_merge_nothing, *templates, set())
+        return PreparedLaunch(do_nothing, *templates, set())
     spec = MergeSpec.for_launch(
         rows=rows,
         num_states=shape[0],
@@ -162,10 +162,6 @@ def _merge_on_cpu(
     merged, lse = merge_states_reference(mOuts, mLses, mSink)
     mOut.copy_(merged)
     mLse.copy_(lse)
-
-
-def _merge_nothing(request: Request, **tensors: torch.Tensor | None) -> None:
-    pass
 
 
 def check(request: Request) -> None:

@@ -13,7 +13,7 @@ from cute_kernels.merge.spec import VECTOR_BYTES
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import require
 from cute_kernels.runtime.compile import get_kernel
-from cute_kernels.runtime.launch import PreparedLaunches
+from cute_kernels.runtime.launch import PreparedLaunches, do_nothing
 
 NUM_COUNTS = CTAS
 _MAX_DIMS = 4  # of out: batch, s, heads, d
@@ -107,14 +107,10 @@ def _prepare(
     require_sm90("out", out.device)
     rows = out.numel() // d
     if not rows:
-        return _merge_nothing
+        return do_nothing
     needed = needed_bytes(rows, d, out.dtype, world_size)
     require(needed <= memory.half_bytes, "memory", f"halves of {memory.half_bytes} bytes", f"{needed} bytes")
     return _prepared.keep(key, get_kernel(_spec(d, out.dtype, s_aux)), out.device)
-
-
-def _merge_nothing(*arguments: Any) -> None:
-    pass
 
 
 def _spec(d: int, dtype: torch.dtype, s_aux: torch.Tensor | None) -> PeerMergeSpec:

@@ -14,7 +14,7 @@ from cute_kernels.mla.request import APPEND, AppendInputs, AppendOptions, Append
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor
 from cute_kernels.runtime.compile import get_kernel
-from cute_kernels.runtime.launch import PreparedLaunches, by_name, launch_or_explain
+from cute_kernels.runtime.launch import PreparedLaunches, by_name, do_nothing, launch_or_explain
 from cute_kernels.runtime.overlap import check_written, holds
 from fp8_mla import TOKEN_BYTES, pack, row_views, write_pages
 from fp8_mla.formats import FORMATS, V3_2, PageLayout, TokenFormat, format_of_cache
@@ -85,7 +85,7 @@ def _prepare(key: tuple[Any, ...], request: AppendRequest) -> _Launch:
         return functools.partial(_append_on_cpu, checked)
     tokens = kv.shape[0]
     if not tokens or not request["kv_cache"].shape[0]:
-        return _append_nothing
+        return do_nothing
     return _prepared.keep(key, prepare_append(tokens, *checked), kv.device)
 
 
@@ -110,10 +110,6 @@ def _append_on_cpu(
     token_format, layout = checked
     packed = pack(mKV, token_format=token_format)
     write_pages(mCache, mSlots, packed, token_format=token_format, cache_layout=layout.cache_layout)
-
-
-def _append_nothing(request: AppendRequest, **tensors: torch.Tensor) -> None:
-    pass
 
 
 class Checked(NamedTuple):

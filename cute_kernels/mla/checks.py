@@ -9,7 +9,7 @@ import torch
 from cute_kernels.mla.request import DECODE, Request
 from cute_kernels.mla.spec import MAX_KEYS
 from cute_kernels.runtime.arch import require_sm90
-from cute_kernels.runtime.checks import check_tensor, fail, require
+from cute_kernels.runtime.checks import check_given, check_tensor, fail, require
 from fp8_mla.formats import FORMATS, V3_2, PageLayout, TokenFormat, format_of_cache, format_of_extra_cache
 from fp8_mla.layout import CACHE_DTYPES
 from fp8_mla.pages import check_pages
@@ -49,7 +49,7 @@ def _first_format(request: Request) -> TokenFormat:
 
 def check(request: Request) -> None:
     """Raises what is wrong with the arguments of a call, by name."""
-    q, out, lse, s_aux = request["q"], request["out"], request["lse"], request["s_aux"]
+    q = request["q"]
     check_tensor("q", q, dtype=torch.bfloat16, shape=(None, None, None, None), align=_ALIGN, unit_last_stride=True)
     device = q.device
     batch, s_q, h_q, d_qk = q.shape
@@ -62,22 +62,18 @@ def check(request: Request) -> None:
     require(d_qk == first.d_qk, "q", f"{d_qk} columns", f"{first.d_qk} for a cache of {first.name}")
     _check_keys(request)
     extra = _check_extra(request, layout)
-    if s_aux is not None:
-        check_tensor("s_aux", s_aux, dtype=torch.float32, shape=(h_q,), device=device, unit_last_stride=True)
     check_exchange(Formats(first, extra), request["exchange"])
-    if out is not None:
-        shape = (batch, s_q, h_q, first.d_v)
-        check_tensor("out", out, dtype=torch.bfloat16, shape=shape, device=device, align=_ALIGN, unit_last_stride=True)
-    if lse is not None:
-        check_tensor("lse", lse, dtype=torch.float32, shape=(batch, s_q, h_q), device=device)
+    shape = (batch, s_q, h_q)
+    check_given(
+        request,
+        device,
+        s_aux={"dtype": torch.float32, "shape": (h_q,), "unit_last_stride": True},
+        out={"dtype": torch.bfloat16, "shape": (*shape, first.d_v), "align": _ALIGN, "unit_last_stride": True},
+        lse={"dtype": torch.float32, "shape": shape},
+    )
     if device.type != "cpu":
         require_sm90("q", device)
-    check_outputs(request)
-
-
-def check_outputs(request: Request) -> None:
-    """Raises where the memory of an output is also another argument's. Only `out is q` may be, row for row."""
-    DECODE.check_outputs(request, in_place=("out", "q"))
+    DECODE.check_outputs(request)
 
 
 def check_width(sparse: bool, width: int, page_size: int, extra_width: int = 0) -> None:

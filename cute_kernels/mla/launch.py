@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.mla.checks import check, check_outputs, formats_of
+from cute_kernels.mla.checks import check, formats_of
 from cute_kernels.mla.plan import plan_decode
 from cute_kernels.mla.request import DECODE, Request
 from cute_kernels.mla.spec import MASKED_SCALE, PARTIAL_FLOATS
@@ -92,7 +92,7 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
         if share_storage(
             prepared.apart, out, lse, read if second is None else (*read, second, extra_index, extra_length)
         ):
-            check_outputs(request)
+            DECODE.check_outputs(request)
     if prepared.is_checked:
         check(request)
     if out is None:

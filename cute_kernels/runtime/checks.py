@@ -8,7 +8,7 @@ dimensions, on a busy 2-core CPU machine).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd import forward_ad
@@ -175,6 +175,13 @@ def check_tensor(
             for dim in range(len(stride) - 1):
                 if stride[dim] * itemsize % align and t.shape[dim] > 1:
                     fail(name, f"stride({dim}) of {stride[dim] * itemsize} bytes", f"{align}-byte aligned rows")
+
+
+def check_given(arguments: Mapping[str, Any], device: torch.device, **conditions: Mapping[str, Any]) -> None:
+    """Checks those tensors that are not None, by their conditions, on the device of the others."""
+    for name, known in conditions.items():
+        if arguments[name] is not None:
+            check_tensor(name, arguments[name], device=device, **known)
 
 
 def _either(dtype: torch.dtype | tuple[torch.dtype, ...]) -> str:

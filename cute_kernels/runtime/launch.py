@@ -127,6 +127,10 @@ def by_name(op: Operator, kernel: Callable[..., None], spec_kernel: str, **const
     return compiled(f"lambda {', '.join(['r', *others])}: kernel({', '.join(places)})", **known)
 
 
+def do_nothing(*arguments: Any, **tensors: Any) -> None:
+    """Stands for a kernel where there is nothing to write. It checks nothing, so it is not kept."""
+
+
 class PreparedLaunches(dict[Key, Prepared]):
     """The prepared launches of one op, by key. It starts over when it has `MAX_PREPARED`."""
 

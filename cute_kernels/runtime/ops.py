@@ -191,11 +191,11 @@ class Operator:
             if value is not None or not row.may_be_none:
                 row.option.check(row.name, value)  # type: ignore[union-attr,misc]
 
-    def check_outputs(self, request: Values, in_place: tuple[str, str] | None = None) -> None:
-        """Raises where the memory of an output is also another argument's; `in_place` may be one, row for row."""
+    def check_outputs(self, request: Values) -> None:
+        """Raises where the memory of an output is also another argument's. Only `out` may be `q`, row for row."""
         written = {name: request[name] for name in self.written}
         read = {name: request[name] for name in self.tensors if name not in written}
-        check_written(written, read, in_place)
+        check_written(written, read, in_place=("out", "q"))
 
     # ---- prepared launches
 

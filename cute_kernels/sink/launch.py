@@ -32,6 +32,7 @@ from cute_kernels.sink.backward_spec import (
 )
 from cute_kernels.sink.plan import backward_section, forward_section
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
+from cute_kernels.sink.request import FORWARD, Request
 from cute_kernels.sink.spec import SinkForwardSpec, SinkWorkListSpec
 
 NO_WINDOW = 2**30
@@ -41,43 +42,10 @@ MAX_GRID = 65535
 COUNTERS = 2  # of a kernel that takes items from a list
 
 
-class SinkRequest(NamedTuple):
-    """The arguments of one call, checked.
-
-    q               (batch, s_q, h_q, d) bfloat16 or float16, d 64 or 128; packed (tokens_q, h_q, d)
-    k, v            (batch, s_k, h_kv, d) of q's dtype, h_q a multiple of h_kv; packed (tokens_k, h_kv, d). q, k and v
-                    each have strides of their own: the last is 1, the others are positive multiples of 16 bytes but for
-                    dimensions of size 1, whose strides may be anything. Addresses are multiples of 16 bytes
-    s_aux           (h_q,) float32, last stride 1, or None; any value, infinities included, but NaN
-    cu_seqlens_q    (batch + 1,) int32, contiguous, or None; both are None or neither is
-    cu_seqlens_k    likewise. They begin with 0, never decrease and end with at most the number of tokens: rows past
-                    that are padding, whose results are those of queries without keys. The host has seen to
-                    that, but not of what a CUDA graph finds when it is replayed: there it is the caller's duty. Kernels
-                    touch no memory but that of the tensors whatever they find
-    causal          query j of a sequence, at position s_k - s_q + j, sees keys up to its own position
-    window          None, or at least 1 and below s_k, packed 2^30: it sees keys at positions > its own - window
-    softmax_scale   a number, the default filled in
-    deterministic   the same call gives the same bits; the forward always does
-    longest_q       not below the queries of the longest sequence; at most tokens_q where packed, else s_q
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    s_aux: torch.Tensor | None
-    cu_seqlens_q: torch.Tensor | None
-    cu_seqlens_k: torch.Tensor | None
-    causal: bool
-    window: int | None
-    softmax_scale: float
-    deterministic: bool
-    longest_q: int
-
-
 class BackwardRows(NamedTuple):
     """What a backward has of each query.
 
-    dout    gradient of out, its shape and dtype; strides and address as those of q
+    dout    gradient of out, its shape and dtype; strides and address as those of q in a launch
     out     q's shape and dtype, contiguous
     lse     (batch, s_q, h_q), packed (tokens_q, h_q), float32, contiguous: natural log, without the sink
     delta   lse's shape, float32, contiguous; None: sum_d dout out
@@ -110,10 +78,10 @@ class _Sizes(NamedTuple):
     packed: bool
 
     @classmethod
-    def of(cls, request: SinkRequest) -> _Sizes:
-        (s_q, h_q, d), (s_k, h_kv) = request.q.shape[-3:], request.k.shape[-3:-1]
-        cu_seqlens = request.cu_seqlens_q
-        batch = request.q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    def of(cls, request: Request) -> _Sizes:
+        (s_q, h_q, d), (s_k, h_kv) = request["q"].shape[-3:], request["k"].shape[-3:-1]
+        cu_seqlens = request["cu_seqlens_q"]
+        batch = request["q"].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         return cls(batch, s_q, s_k, h_q, h_kv, d, cu_seqlens is not None)
 
     @property
@@ -127,11 +95,11 @@ class _Sizes(NamedTuple):
         return self.h_q // self.h_kv
 
 
-def launch_forward(request: SinkRequest, out: torch.Tensor, lse: torch.Tensor) -> None:
+def launch_forward(request: Request, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Starts the forward.
 
     Args:
-        request: with at least one query and one key in all.
+        request: as `op` makes it for launches, with at least one query and one key in all.
         out: q's shape and dtype, contiguous, its memory not initialized. Every element is written.
         lse: (batch, s_q, h_q), packed (tokens_q, h_q), float32, contiguous, not initialized. Every element is written:
             natural log, the softmax scale applied, without the sink.
@@ -140,19 +108,19 @@ def launch_forward(request: SinkRequest, out: torch.Tensor, lse: torch.Tensor) -
     sequence) gets out 0 and lse -inf. A sink of +inf gives out 0 and leaves lse as it is. What tokens of another
     sequence hold, NaN included, reaches neither.
     """
-    if not SCALES[0] <= request.softmax_scale <= SCALES[1]:
+    if not _has_kernel_scale(request):
         result, result_lse = reference_sink_attention(**_of_reference(request), dtype=torch.float32)
         out.copy_(result)
         lse.copy_(result_lse)
         return
     sizes = _Sizes.of(request)
     spec = SinkForwardSpec.for_launch(**_kind(request, sizes), ratio=sizes.ratio)
-    inputs = {"mQ": _strided(request.q), "mK": _strided(request.k), "mV": _strided(request.v), "mSink": _sink(request)}
+    results = {"mSink": _sink(request), "mOut": out, "mLse": lse}
     work = _work(request, sizes, spec.rows, keys=False, queries=out, lses=lse)
-    _run(spec, {**inputs, "mOut": out, "mLse": lse, **work, **_numbers(request, sizes, "queries")})
+    _run(spec, {**_operands(request), **results, **work, **_numbers(request, sizes, "queries")})
 
 
-def launch_backward(request: SinkRequest, rows: BackwardRows, gradients: Gradients) -> None:
+def launch_backward(request: Request, rows: BackwardRows, gradients: Gradients) -> None:
     """Starts the backward: `prepare`, the kernel where keys stay, and `finish` or the kernel where queries stay.
 
     Args:
@@ -162,27 +130,28 @@ def launch_backward(request: SinkRequest, rows: BackwardRows, gradients: Gradien
             query without keys and for a key that no query sees. A sink of -inf or +inf gets 0, and so does a head none
             of whose queries has keys.
 
-    With `request.deterministic` the same call gives the same bits in all four. Without, dq is a sum in float32 whose
+    If deterministic, the same call gives the same bits in all four. Without, dq is a sum in float32 whose
     terms come in any order; dk, dv and ds_aux have the same bits anyway.
     """
     sizes = _Sizes.of(request)
-    if not SCALES[0] <= request.softmax_scale <= SCALES[1] or max(sizes.batch, sizes.h_q) > MAX_GRID:
+    if not _has_kernel_scale(request) or max(sizes.batch, sizes.h_q) > MAX_GRID:
         found = reference_sink_attention_backward(**_of_reference(request), **rows._asdict(), dtype=torch.float32)
         for target, gradient in zip(gradients, found, strict=True):
             if gradient is not None:
                 target.copy_(gradient)
         return
     kind, (dq, dk, dv, ds_aux) = _kind(request, sizes), gradients
-    spec = SinkBackwardSpec.for_launch(**kind, deterministic=request.deterministic)
+    spec = SinkBackwardSpec.for_launch(**kind, deterministic=request["deterministic"])
     common = (spec.dtype, spec.d, spec.packed)
     out, dout, given = _strided(rows.out), _strided(rows.dout), rows.delta is not None
-    inputs = {"mQ": _strided(request.q), "mK": _strided(request.k), "mV": _strided(request.v), "mDOut": dout}
+    inputs, longest = {**_operands(request), "mDOut": dout}, request["max_seqlen_q"]
+    assert longest is not None
     positions = -(-(sizes.rows + PADDING * sizes.batch) // QUERIES) * QUERIES
     scratch = functools.partial(torch.empty, dtype=torch.float32, device=out.device)
     stats = scratch((2, sizes.h_q, positions))
-    parts = scratch((sizes.h_q, sizes.batch * -(-request.longest_q // SinkPrepareSpec.rows)))
+    parts = scratch((sizes.h_q, sizes.batch * -(-longest // SinkPrepareSpec.rows)))
     sums = scratch((sizes.h_q, positions, spec.d) if spec.fused else 0)
-    shared = {"mCuQ": request.cu_seqlens_q, "sums": sums.data_ptr(), "max_q": request.longest_q, "mStats": stats}
+    shared = {"mCuQ": request["cu_seqlens_q"], "sums": sums.data_ptr(), "max_q": longest, "mStats": stats}
 
     prepared = {"mOut": out, "mDOut": dout, "mLse": rows.lse, "mDelta": rows.delta}
     prepared |= {"mSink": _sink(request), "mParts": parts}
@@ -190,13 +159,13 @@ def launch_backward(request: SinkRequest, rows: BackwardRows, gradients: Gradien
     work = _work(request, sizes, spec.keys, keys=True, queries=dq, keys_and_values=(dk, dv))
     _run(spec, {**shared, **inputs, "mDK": dk, "mDV": dv, **work, **_numbers(request, sizes, "keys")})
     if spec.fused:
-        scale = request.softmax_scale
+        scale = request["softmax_scale"]
         _run(SinkFinishSpec(*common), {**shared, "mDQ": dq, "positions": positions, "softmax_scale": scale})
     else:
         queries = SinkQueryGradSpec.for_launch(**kind, ratio=sizes.ratio)
         work = _work(request, sizes, queries.rows, keys=False)
         _run(queries, {**shared, **inputs, "mDQ": dq, **work, **_numbers(request, sizes, "queries")})
-    if request.s_aux is not None:
+    if request["s_aux"] is not None:
         torch.sum(parts, -1, out=ds_aux)
 
 
@@ -208,9 +177,21 @@ def _run(spec: KernelSpec, arguments: Mapping[str, Any]) -> None:
     get_kernel(spec)(*(arguments[name] for name in parameters(spec.kernel)))
 
 
-def _of_reference(request: SinkRequest) -> dict[str, Any]:
-    """What plain torch takes of a request; it is deterministic anyway."""
-    return {name: value for name, value in request._asdict().items() if name not in ("deterministic", "longest_q")}
+_of_reference = FORWARD.arguments_of(reference_sink_attention)
+
+
+def _has_kernel_scale(request: Request) -> bool:
+    scale = request["softmax_scale"]
+    return scale is not None and SCALES[0] <= scale <= SCALES[1]
+
+
+def _operands(request: Request) -> dict[str, torch.Tensor]:
+    return {"mQ": _strided(request["q"]), "mK": _strided(request["k"]), "mV": _strided(request["v"])}
+
+
+def _mask(request: Request) -> dict[str, int]:
+    """What kernels are told of the keys that a query sees."""
+    return {"window": NO_WINDOW if request["window"] is None else request["window"], "causal": int(request["causal"])}
 
 
 def _counters(device: torch.device) -> int:
@@ -227,14 +208,15 @@ def _need(device: torch.device) -> workspace.Need:
     return workspace.reserve(device, 0, COUNTERS)
 
 
-def _sink(request: SinkRequest) -> torch.Tensor:
+def _sink(request: Request) -> torch.Tensor:
     """The sinks, -inf where there are none."""
-    heads = request.q.shape[-2]
-    if request.s_aux is not None:
-        return request.s_aux.detach().as_strided((heads,), (1,))  # of one head the stride may be anything
+    heads = request["q"].shape[-2]
+    s_aux = request["s_aux"]
+    if s_aux is not None:
+        return s_aux.detach().as_strided((heads,), (1,))  # of one head the stride may be anything
     if heads <= MAX_HEADS:
-        return memory.constants(request.q.device).no_sink[:heads]
-    return torch.full((heads,), -torch.inf, dtype=torch.float32, device=request.q.device)
+        return memory.constants(request["q"].device).no_sink[:heads]
+    return torch.full((heads,), -torch.inf, dtype=torch.float32, device=request["q"].device)
 
 
 def _strided(t: torch.Tensor) -> torch.Tensor:
@@ -245,34 +227,33 @@ def _strided(t: torch.Tensor) -> torch.Tensor:
     return t.detach() if t.requires_grad else t
 
 
-def _kind(request: SinkRequest, sizes: _Sizes) -> dict[str, Any]:
+def _kind(request: Request, sizes: _Sizes) -> dict[str, Any]:
     """What all variants of kernels are chosen by."""
-    dtype = str(request.q.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "d": sizes.d, "packed": sizes.packed, "window": request.window}
+    dtype = str(request["q"].dtype).removeprefix("torch.")
+    return {"dtype": dtype, "d": sizes.d, "packed": sizes.packed, "window": request["window"]}
 
 
-def _numbers(request: SinkRequest, sizes: _Sizes, stay: str) -> dict[str, Any]:
+def _numbers(request: Request, sizes: _Sizes, stay: str) -> dict[str, Any]:
     """Numbers of the kernels in which "queries" or "keys" stay. Counters are asked for last: see `_counters`."""
     cut: dict[str, Any] = {
         "batch": sizes.batch,
         "s_k": sizes.s_k,
         "h_kv": sizes.h_kv,
         "d": sizes.d,
-        "window": request.window,
+        "window": request["window"],
     }
     section = backward_section(**cut) if stay == "keys" else forward_section(**cut, h_q=sizes.h_q)
     return {
-        "softmax_scale": request.softmax_scale,
-        "window": NO_WINDOW if request.window is None else request.window,
-        "causal": int(request.causal),
+        "softmax_scale": request["softmax_scale"],
+        **_mask(request),
         "section": section,
-        "ctas": memory.constants(request.q.device).num_sms,
-        "counters": _counters(request.q.device),
+        "ctas": memory.constants(request["q"].device).num_sms,
+        "counters": _counters(request["q"].device),
     }
 
 
 def _work(
-    request: SinkRequest,
+    request: Request,
     sizes: _Sizes,
     rows: int,
     *,
@@ -285,7 +266,7 @@ def _work(
 
     The launch also fills rows past the last sequence of the results that are named: zeros, and -inf in `lses`.
     """
-    cu_seqlens_q, cu_seqlens_k = request.cu_seqlens_q, request.cu_seqlens_k
+    cu_seqlens_q, cu_seqlens_k = request["cu_seqlens_q"], request["cu_seqlens_k"]
     if cu_seqlens_q is None:
         return {"mCuQ": None, "mCuK": None, "mWork": None}
     listed, other = (sizes.s_k, sizes.s_q) if keys else (sizes.s_q, sizes.s_k)
@@ -295,8 +276,7 @@ def _work(
     words = sizes.d // 2  # of 16-bit values
     numbers = {
         "rows": rows,
-        "window": NO_WINDOW if request.window is None else request.window,
-        "causal": int(request.causal),
+        **_mask(request),
         "listed": listed,
         "other": other,
         "query_words": sizes.h_q * words,

@@ -13,7 +13,7 @@ from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, fail, require
 from cute_kernels.runtime.launch import launch_or_explain, require_memory
 from cute_kernels.runtime.ops import NAMESPACE, is_traced, needs_grad
-from cute_kernels.sink.launch import BackwardRows, Gradients, SinkRequest, launch_backward, launch_forward
+from cute_kernels.sink.launch import BackwardRows, Gradients, launch_backward, launch_forward
 from cute_kernels.sink.plan import route
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
 from cute_kernels.sink.request import BACKWARD, FORWARD, BackwardOptions, BackwardRequest, Options, Request
@@ -352,24 +352,30 @@ def _fake_forward(request: Request) -> Both:
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-def _launchable(request: Request) -> SinkRequest:
-    """The request for a launch: defaults filled in, and copies of tensors whose rows kernels cannot read."""
-    tokens, cu_seqlens_q, window = request["q"].shape[-3], request["cu_seqlens_q"], request["window"]
-    # how many tokens there are of other sequences must not choose a row's kernel
-    most = request["k"].shape[-3] if cu_seqlens_q is None else MAX_TOKENS
-    return SinkRequest(
-        _plain(request["q"]),
-        _plain(request["k"]),
-        _plain(request["v"]),
-        request["s_aux"],
+def _launchable(request: Request) -> Request:
+    """The request for a launch: defaults filled in, and copies of tensors whose rows kernels cannot read.
+
+    Strides of q, k and v are positive multiples of 16 bytes, but for dimensions of size 1. A window hides a key.
+    `max_seqlen_q` is a number, not below the queries of the longest sequence.
+    """
+    q, k, v = (_plain(request[name]) for name in ("q", "k", "v"))
+    tokens, cu_seqlens_q, window, scale = (
+        q.shape[-3],
         request["cu_seqlens_q"],
-        request["cu_seqlens_k"],
-        request["causal"],
-        None if window is None or window >= most else window,  # a window that hides nothing
-        request["q"].shape[-1] ** -0.5 if request["softmax_scale"] is None else float(request["softmax_scale"]),
-        request["deterministic"],
-        tokens if cu_seqlens_q is None else _longest(cu_seqlens_q, tokens),
+        request["window"],
+        request["softmax_scale"],
     )
+    # how many tokens there are of other sequences must not choose a row's kernel
+    most = k.shape[-3] if cu_seqlens_q is None else MAX_TOKENS
+    return {
+        **request,
+        "q": q,
+        "k": k,
+        "v": v,
+        "window": None if window is None or window >= most else window,
+        "softmax_scale": q.shape[-1] ** -0.5 if scale is None else float(scale),
+        "max_seqlen_q": tokens if cu_seqlens_q is None else _longest(cu_seqlens_q, tokens),
+    }
 
 
 def _plain(t: torch.Tensor) -> torch.Tensor:

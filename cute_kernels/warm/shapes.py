@@ -197,15 +197,12 @@ class GqaShape:
                         layout, sizes, shape.q_shape, self.index_block, self.kv_heads, self.blocks
                     )  # fmt: skip
                 yield choose_spec(
-                    shape.layout,
-                    shape.sizes,
-                    q_shape=shape.q_shape,
+                    shape,
+                    (kind, kind),
                     q_dtype=self.dtype,
                     kv_dtype=self._types[0],
                     v_dtype=ROTATED_KINDS.get(self.kv_dtype),
-                    kinds=(kind, kind),
                     scale_dtype=scale_dtype,
-                    max_keys=shape.max_keys,
                     num_sms=num_sms,
                     alibi=self.alibi,
                     softcap=self.softcap,

@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cute_kernels.gqa.blocks_plan import DecodeShape
 from cute_kernels.gqa.layouts import LAYOUTS, ScaleKind, cache_sizes
 from cute_kernels.gqa.plan import choose_spec
 from cute_kernels.gqa.plan import plan_decode as plan_gqa
 from cute_kernels.merge.spec import WARP, MergeSpec
 from cute_kernels.mla.plan import EXCHANGES, MAX_SPLITS, plan_decode
-from cute_kernels.sink.launch import SinkRequest
 from cute_kernels.sink.op import MAX_TOKENS, _launchable
-from cute_kernels.sink.request import FORWARD
+from cute_kernels.sink.request import FORWARD, Request
 from fp8_mla.formats import FORMATS, PAIRS
 
 FORMS = [*((name, "") for name in FORMATS), *PAIRS]
@@ -85,9 +85,10 @@ def test_gqa(layout, heads, s_q, d, num_splits, kv_dtype, one, other, sms):
     for batch, num_sms in ((one, 132), (other, sms)):
         chosen = LAYOUTS[layout]
         size = {"o": 9 if chosen.paged else batch, "h": h_kv, "r": 16 if chosen.paged else capacity, "d": d}
+        shape = DecodeShape(chosen, _sizes(chosen, size, kv_dtype), (batch, s_q, h_q), capacity)
         spec = choose_spec(
-            chosen, _sizes(chosen, size, kv_dtype), q_shape=(batch, s_q, h_q), q_dtype="bfloat16", kv_dtype=kv_dtype,
-            kinds=(kind, kind), scale_dtype="float32", max_keys=capacity, num_sms=num_sms, num_splits=num_splits,
+            shape, (kind, kind), q_dtype="bfloat16", kv_dtype=kv_dtype, scale_dtype="float32", num_sms=num_sms,
+            num_splits=num_splits,
         )  # fmt: skip
         plan = plan_gqa(
             spec, batch=batch, h_kv=h_kv, rows=h_q // h_kv * s_q, max_keys=capacity, num_sms=num_sms,
@@ -131,15 +132,15 @@ def test_merge_states(num_states, d, dtype, one, other):
 @given(window=st.integers(1, 2000), one=st.integers(1, 3000), other=st.integers(1, 3000))
 def test_sinks_over_packed_sequences(window, one, other):
     """Whether a window is compiled, and with it the key tile, does not follow from the tokens of other sequences."""
-    found = [_packed(window, tokens).window for tokens in (one, other)]
+    found = [_packed(window, tokens)["window"] for tokens in (one, other)]
     assert found[0] == found[1] == window
 
 
 def test_a_window_wider_than_any_sequence_is_none():
-    assert _packed(MAX_TOKENS, 64).window is None
+    assert _packed(MAX_TOKENS, 64)["window"] is None
 
 
-def _packed(window: int, tokens: int) -> SinkRequest:
+def _packed(window: int, tokens: int) -> Request:
     q, kv = torch.empty(tokens, 4, 64, device="meta"), torch.empty(tokens, 2, 64, device="meta")
     starts = torch.empty(2, dtype=torch.int32, device="meta")
     lengths = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": tokens}

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from cute_kernels import sink_attention
 from cute_kernels.gqa.op import gqa_decode
 from cute_kernels.sink import op
-from cute_kernels.sink.launch import BackwardRows, Gradients, SinkRequest, _of_reference
+from cute_kernels.sink.launch import BackwardRows, Gradients, _of_reference
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
-from cute_kernels.sink.request import BACKWARD, FORWARD
+from cute_kernels.sink.request import BACKWARD, FORWARD, Request
 from tests.kit.mla_cases import generator, strided
 
 INF, NAN = math.inf, math.nan
@@ -301,21 +301,21 @@ class Launches:
     """Stands for the kernels: records its arguments, and returns results of the reference."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.requests: list[SinkRequest] = []
+        self.requests: list[Request] = []
         self.decoded: list[dict[str, Any]] = []
         self.douts: list[torch.Tensor] = []
         monkeypatch.setattr(op, "launch_forward", self.forward)
         monkeypatch.setattr(op, "launch_backward", self.backward)
         monkeypatch.setattr(op, "gqa_decode", self.decode)
 
-    def forward(self, request: SinkRequest, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def forward(self, request: Request, out: torch.Tensor, lse: torch.Tensor) -> None:
         self.requests.append(request)
         assert out.is_contiguous() and lse.is_contiguous() and lse.dtype == torch.float32
         arguments = _of_reference(request)
         for buffer, result in zip((out, lse), reference_sink_attention(**arguments), strict=True):
             buffer.copy_(result)
 
-    def backward(self, request: SinkRequest, rows: BackwardRows, gradients: Gradients) -> None:
+    def backward(self, request: Request, rows: BackwardRows, gradients: Gradients) -> None:
         self.requests.append(request)
         self.douts.append(rows.dout)
         arguments, (dout, out, lse, delta) = _of_reference(request), rows
@@ -358,11 +358,11 @@ def test_launches_get_what_they_need_and_nothing_more(tensors, options, launches
     assert len(launches.requests) == 2
     for request in launches.requests:
         d = tensors["q"].shape[-1]
-        assert request.softmax_scale == (options.get("softmax_scale") or d**-0.5)
-        assert isinstance(request.softmax_scale, float)
-        assert request.deterministic == options.get("deterministic", False)
-        assert request.window == options.get("window")
-        assert request.q is tensors["q"] and request.k is tensors["k"] and request.s_aux is tensors["s_aux"]
+        assert request["softmax_scale"] == (options.get("softmax_scale") or d**-0.5)
+        assert isinstance(request["softmax_scale"], float)
+        assert request["deterministic"] == options.get("deterministic", False)
+        assert request["window"] == options.get("window")
+        assert request["q"] is tensors["q"] and request["k"] is tensors["k"] and request["s_aux"] is tensors["s_aux"]
 
 
 def test_launches_get_rows_that_can_be_copied(launches):
@@ -376,9 +376,9 @@ def test_launches_get_rows_that_can_be_copied(launches):
     for dout in (torch.ones(()).bfloat16().expand(out.shape), wide[..., :64], wide[..., 4:], wide[..., ::2][..., :1]):
         backward(dout.expand(out.shape), out, lse, shown)
     for request in launches.requests:
-        assert request.k.is_contiguous() and torch.equal(request.k, k)
-        assert request.v is v and request.q is tensors["q"]
-        assert request.window is None
+        assert request["k"].is_contiguous() and torch.equal(request["k"], k)
+        assert request["v"] is v and request["q"] is tensors["q"]
+        assert request["window"] is None
     for dout in launches.douts:
         assert dout.is_contiguous() and dout.data_ptr() % 16 == 0 and (dout == 1).all()
     backward(out, out, lse, shown)
@@ -511,7 +511,7 @@ def test_gradients_of_padding_rows_are_0(
     request = FORWARD.request(**longer, **options, deterministic=deterministic, differentiable=True)
     with torch.no_grad():
         launched = backward(dout, *op._forward_on_gpu(request), request)
-    assert len(launches.requests) == 2 and [one.longest_q for one in launches.requests] == [5, 5]
+    assert len(launches.requests) == 2 and [one["max_seqlen_q"] for one in launches.requests] == [5, 5]
     for found in (gradients(out, longer, dout), launched):
         for got, want, rows in zip(found, expected, (8, 9, 9, None), strict=True):
             assert torch.equal(got[:rows], want)
@@ -530,7 +530,7 @@ def test_all_tokens_may_be_padding(borders: list[int], grad: bool, launches: Lau
         out, lse = op._forward_on_gpu(request)
         launched = backward(out, out, lse, request)
     assert (out == 0).all() and (lse == -torch.inf).all() and all((t == 0).all() for t in launched)
-    assert [one.longest_q for one in launches.requests] == ([] if len(borders) == 1 else [1, 1])
+    assert [one["max_seqlen_q"] for one in launches.requests] == ([] if len(borders) == 1 else [1, 1])
     assert not grad or all((t == 0).all() for t in gradients(sink_attention(**tensors), tensors))
 
 

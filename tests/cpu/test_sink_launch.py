@@ -12,7 +12,7 @@ import torch
 from cute_kernels.runtime import memory
 from cute_kernels.sink import backward_spec, launch, op, plan, spec
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
-from cute_kernels.sink.request import FORWARD
+from cute_kernels.sink.request import FORWARD, Request
 from tests.kit.mla_cases import strided
 from tests.kit.sink_cases import SinkCase, reference_gradients, sink_case
 
@@ -165,7 +165,7 @@ def require_accepted(wanted: Any, arguments: tuple[Any, ...]) -> None:
                 assert step > 0 and step % stride.divisibility == 0, f"argument {place}: {got.stride()}"
 
 
-def request_of(case: SinkCase, deterministic: bool = False) -> launch.SinkRequest:
+def request_of(case: SinkCase, deterministic: bool = False) -> Request:
     call = FORWARD.request(**case.arguments(), deterministic=deterministic, differentiable=True)
     op.check(call)
     return op._launchable(call)
@@ -278,15 +278,15 @@ def test_more_heads_than_constants(kernels, monkeypatch):
 
 def test_the_longest_sequence_bounds_the_grids_unless_it_may_change(kernels, monkeypatch):
     case = sink_case(RAGGED, packed=True, device="cpu")
-    assert request_of(case).longest_q == 130
+    assert request_of(case)["max_seqlen_q"] == 130
     call = FORWARD.request(**case.arguments(), differentiable=True)
     assert case.cu_seqlens_q is not None
     case.cu_seqlens_q.add_(0)  # a new version, not yet checked
-    assert op._launchable(call).longest_q == len(case.q)
+    assert op._launchable(call)["max_seqlen_q"] == len(case.q)
     with torch.inference_mode():
         unseen = {**call, "cu_seqlens_q": case.cu_seqlens_q.clone()}
         op.check(unseen)
-        assert op._launchable(unseen).longest_q == len(case.q)
+        assert op._launchable(unseen)["max_seqlen_q"] == len(case.q)
 
 
 def test_every_variant_of_bfloat16_is_shipped(kernels):

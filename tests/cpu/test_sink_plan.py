@@ -10,7 +10,7 @@ from cute_kernels.gqa import checks as gqa_checks
 from cute_kernels.gqa.op import gqa_decode
 from cute_kernels.gqa.spec import GqaDecodeSpec
 from cute_kernels.sink import plan
-from cute_kernels.sink.plan import decode_refusals, route
+from cute_kernels.sink.plan import route
 from cute_kernels.sink.reference import reference_sink_attention
 from tests.kit.mla_cases import covering_cases, generator
 
@@ -25,31 +25,28 @@ def test_few_tokens_are_decoded_and_many_prefilled():
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    "change",
     [
-        ({"differentiable": True}, "gradients"),
-        ({"packed": True}, "packed"),
-        ({"s_q": 0}, "0 query tokens"),
-        ({"s_q": 9}, "9 query tokens"),
-        ({"d": 96}, "d is 96"),
-        ({"dtype": "float32"}, "dtype is float32"),
-        ({"dtype": "int8"}, "dtype is int8"),
-        ({"h_q": 12}, "12 heads over 8"),
-        ({"h_q": 0}, "0 heads"),
-        ({"h_kv": 0}, "64 heads over 0"),
-        ({"h_q": 2048}, "2048 heads"),
+        {"differentiable": True},
+        {"packed": True},
+        {"s_q": 0},
+        {"s_q": 9},
+        {"d": 96},
+        {"dtype": "float32"},
+        {"dtype": "int8"},
+        {"h_q": 12},
+        {"h_q": 0},
+        {"h_kv": 0},
+        {"h_q": 2048},
     ],
-    ids=lambda value: str(value) if isinstance(value, dict) else None,
+    ids=str,
 )
-def test_what_decoding_cannot_do_is_prefilled(change, reason):
-    arguments = {**ONE_TOKEN, "packed": False, "differentiable": False, **change}
-    assert route(**arguments) == "prefill"
-    reasons = decode_refusals(**arguments)
-    assert len(reasons) == 1 and reason in reasons[0]
+def test_what_decoding_cannot_do_is_prefilled(change):
+    assert route(**{**ONE_TOKEN, **change}) == "prefill"
 
 
 def test_limits_are_those_of_gqa_decode():
-    assert plan.DECODE_QUERIES == gqa_checks.MAX_S_Q >= plan.FEW_QUERIES
+    assert plan.FEW_QUERIES <= gqa_checks.MAX_S_Q
     assert plan.DECODE_HEADS == gqa_checks.MAX_HEADS
     assert tuple(getattr(torch, name) for name in plan.DECODE_DTYPES) == gqa_checks.Q_DTYPES
     for d in plan.DECODE_HEAD_DIMS:

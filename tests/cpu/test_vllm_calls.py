@@ -161,12 +161,12 @@ def test_scaled_codes_are_stored_and_decoded_as_in_a_cache_of_four_tensors(
     k_scale, v_scale = torch.zeros(2, batch.pages, tokens, 2)
     padded_slots = torch.cat([batch.all_slots, torch.tensor([-1])])
     padded = [torch.cat([t, t[:3]]) for t in (batch.keys, batch.values)]  # more rows than slots, as in a graph
-    layer.append_scaled(padded[0], padded[1], kv_cache, padded_slots)
+    layer.append_scaled(padded[0], padded[1], layer.views(kv_cache), padded_slots)
     kv_append(
         batch.keys, batch.values, k_cache, v_cache, k_scale, v_scale, batch.all_slots, layout="paged_NHD", kind=kind
     )
     out = torch.empty_like(batch.query)
-    layer.decode(batch.query, kv_cache, batch.seq_lens, batch.block_table, *batch.scales, out)
+    layer.decode(batch.query, layer.views(kv_cache, *batch.scales), batch.seq_lens, batch.block_table, out)
     expected = gqa_decode(
         batch.query.view(3, 2, HEADS, 64), k_cache, v_cache, k_scale, v_scale, layout="paged_NHD",
         cache_seqlens=batch.seq_lens, block_table=batch.block_table, kind=kind,
@@ -184,14 +184,14 @@ def test_other_caches_are_vllms(cache_dtype: str, order: str) -> None:
     fp8 = cache_dtype == "fp8"
     kv_cache = stock_cache(batch.pages, 2, 16, 64, torch.uint8 if fp8 else torch.bfloat16, order)
     scales = (torch.tensor(0.5), torch.tensor(0.25)) if fp8 else batch.scales
-    layer.append_plain(batch.keys, batch.values, kv_cache, batch.all_slots, *scales)
+    layer.append_plain(batch.keys, batch.values, layer.views(kv_cache, *scales), batch.all_slots)
     stored = kv_cache.view(torch.float8_e4m3fn) if fp8 else kv_cache
     slot = int(batch.all_slots[5])
     row = stored[slot // 16, :, slot % 16].float()
     exact = torch.cat([batch.keys[5].float() / scales[0], batch.values[5].float() / scales[1]], dim=-1)
     torch.testing.assert_close(row, exact.to(stored.dtype).float(), rtol=0, atol=0)
     out = torch.empty_like(batch.query)
-    layer.decode(batch.query, kv_cache, batch.seq_lens, batch.block_table, *scales, out)
+    layer.decode(batch.query, layer.views(kv_cache, *scales), batch.seq_lens, batch.block_table, out)
     assert batch.error(out, window=None) < (0.05 if fp8 else 0.01)
 
 
@@ -202,7 +202,7 @@ def test_fp8_tokens_beyond_its_range_are_clamped(monkeypatch: pytest.MonkeyPatch
     layer = GqaCalls(HEADS, 2, 64, 0.125, "fp8")
     kv_cache = stock_cache(batch.pages, 2, 16, 64, torch.uint8, "NHD")
     scale = torch.tensor(0.5)
-    layer.append_plain(batch.keys * 1e4, batch.values * -1e4, kv_cache, batch.all_slots, scale, scale)
+    layer.append_plain(batch.keys * 1e4, batch.values * -1e4, layer.views(kv_cache, scale, scale), batch.all_slots)
     slot = int(batch.all_slots[5])
     row = kv_cache.view(torch.float8_e4m3fn)[slot // 16, :, slot % 16].float()
     exact = torch.cat([batch.keys[5].float() * 2e4, batch.values[5].float() * -2e4], dim=-1)
@@ -217,7 +217,7 @@ def test_all_that_a_layer_is_reaches_the_operator(monkeypatch: pytest.MonkeyPatc
     layer = GqaCalls(HEADS, 2, 64, 0.3, "fp8_e4m3", 128, 30.0, slopes, sinks)
     batch = draw_batch([40, 17], [3, 3], 16)
     kv_cache, out = stock_cache(batch.pages, 2, 16, 64, torch.uint8, "NHD"), torch.empty_like(batch.query)
-    layer.decode(batch.query, kv_cache, batch.seq_lens, batch.block_table, *batch.scales, out)
+    layer.decode(batch.query, layer.views(kv_cache, *batch.scales), batch.seq_lens, batch.block_table, out)
     q, k, v, k_scale, v_scale = given.pop("args")
     assert q.shape == (2, 3, HEADS, 64) and q.data_ptr() == batch.query.data_ptr()
     assert k.dtype is v.dtype is torch.float8_e4m3fn and k.data_ptr() == kv_cache.data_ptr()
@@ -229,7 +229,7 @@ def test_all_that_a_layer_is_reaches_the_operator(monkeypatch: pytest.MonkeyPatc
         "softmax_scale": 0.3, "num_splits": None, "kind": None,
     }  # fmt: skip
     layer.num_splits = 1
-    layer.decode(batch.query, kv_cache, batch.seq_lens, batch.block_table, *batch.scales, out)
+    layer.decode(batch.query, layer.views(kv_cache, *batch.scales), batch.seq_lens, batch.block_table, out)
     assert given["num_splits"] == 1
 
 
@@ -243,11 +243,10 @@ def test_prompts_over_the_cache_and_over_their_keys(window: int | None, sinks: b
     s_aux = torch.linspace(-1, 2, HEADS) if sinks else None
     layer = GqaCalls(HEADS, 2, 64, 0.125, "auto", window, s_aux=s_aux)
     kv_cache = stock_cache(batch.pages, 2, 16, 64, torch.bfloat16, "NHD")
-    layer.append_plain(batch.keys, batch.values, kv_cache, batch.all_slots, *batch.scales)
+    views = layer.views(kv_cache)
+    layer.append_plain(batch.keys, batch.values, views, batch.all_slots)
     pieces, fresh = torch.empty_like(batch.query), torch.empty_like(batch.query)
-    layer.prefill_in_pieces(
-        batch.query, kv_cache, batch.starts, batch.seq_lens, batch.block_table, *batch.scales, pieces
-    )
+    layer.prefill_in_pieces(batch.query, views, batch.starts, batch.seq_lens, batch.block_table, pieces)
     layer.prefill_fresh(batch.query, batch.keys, batch.values, batch.starts, 40, fresh)
     assert batch.error(pieces, window, s_aux) < 0.01
     assert batch.error(fresh, window, s_aux) < 0.01

@@ -8,7 +8,7 @@ import torch
 
 from cute_kernels.integrations.vllm import calls as calls_module
 from cute_kernels.integrations.vllm import prompts as prompts_module
-from cute_kernels.integrations.vllm.calls import FP8_SCALED, INT4, INT8, GqaCalls
+from cute_kernels.integrations.vllm.calls import FP8_SCALED, INT4, INT8, CacheViews, GqaCalls
 from cute_kernels.integrations.vllm.prompts import (
     AHEAD,
     FEW,
@@ -37,24 +37,24 @@ def layer_of(cache_dtype: str, **options: Any) -> tuple[GqaCalls, FlashStandIn]:
     return GqaCalls(HEADS, 2, 64, 0.125, cache_dtype, flash=flash, **options), flash
 
 
-def filled(layer: GqaCalls, batch: Batch) -> torch.Tensor:
+def filled(layer: GqaCalls, batch: Batch) -> CacheViews:
     """The batch's cache; what no request has is NaN."""
     kv_cache = empty_cache(batch.pages, 16, layer.cache_dtype)
+    views = layer.views(kv_cache, *batch.scales)
     if layer.kind is not None:
-        views = layer.views(kv_cache)
         for scale in (views.k_scale, views.v_scale):
             assert scale is not None
             scale.fill_(torch.nan)
-        layer.append_scaled(batch.keys, batch.values, kv_cache, batch.all_slots)
+        layer.append_scaled(batch.keys, batch.values, views, batch.all_slots)
     else:
         kv_cache.fill_(0x7F if layer.quantized else torch.nan)
-        layer.append_plain(batch.keys, batch.values, kv_cache, batch.all_slots, *batch.scales)
-    return kv_cache
+        layer.append_plain(batch.keys, batch.values, views, batch.all_slots)
+    return views
 
 
 def attended(layer: GqaCalls, batch: Batch) -> torch.Tensor:
     out = torch.full_like(batch.query, torch.nan)
-    attend(layer, batch.query, filled(layer, batch), prompts_of(batch), *batch.scales, out)
+    attend(layer, batch.query, filled(layer, batch), prompts_of(batch), out)
     return out
 
 
@@ -115,7 +115,7 @@ def test_prompts_that_are_alone(cache_dtype: str, window: int | None) -> None:
         layer, flash = layer_of(cache_dtype, window=window, num_splits=1)
         out, given = torch.full_like(batch.query, torch.nan), prompts_of(batch)
         given.alone = True
-        attend(layer, batch.query, filled(layer, batch), given, *batch.scales, out)
+        attend(layer, batch.query, filled(layer, batch), given, out)
         assert batch.error(out, window) < LIMITS[cache_dtype]
         assert all(call["num_splits"] == 1 for call in flash.calls)
         return flash.calls
@@ -195,10 +195,10 @@ def test_lengths_beyond_those_of_the_host_read_no_other_pages() -> None:
     layer, flash = layer_of(INT8)
     given = Prompts(batch.starts, batch.seq_lens, batch.block_table, batch.starts.tolist(), [260, 0])
     out = torch.empty_like(batch.query)
-    attend(layer, batch.query, filled(layer, batch), given, *batch.scales, out)
+    attend(layer, batch.query, filled(layer, batch), given, out)
     assert [call["max_seqlen_k"] for call in flash.calls] == [272]
     given = Prompts(batch.starts, batch.seq_lens, batch.block_table, batch.starts.tolist(), [5000, 170])
-    attend(layer, batch.query, filled(layer, batch), given, *batch.scales, out)
+    attend(layer, batch.query, filled(layer, batch), given, out)
     assert flash.calls[1]["max_seqlen_k"] == 512, "the width of the table"
 
 
@@ -238,7 +238,7 @@ def test_a_length_that_the_host_does_not_know_yet(cache_dtype: str) -> None:
     layer, _ = layer_of(cache_dtype)
     given = Prompts(batch.starts, batch.seq_lens, batch.block_table, batch.starts.tolist(), [64, 96])
     out = torch.full_like(batch.query, torch.nan)
-    attend(layer, batch.query, filled(layer, batch), given, *batch.scales, out)
+    attend(layer, batch.query, filled(layer, batch), given, out)
     assert batch.error(out, None) < LIMITS[cache_dtype]
 
 
@@ -296,6 +296,6 @@ def test_a_single_head_has_a_stride() -> None:
     kv_cache = torch.zeros(batch.pages, 1, 16, 128, dtype=torch.bfloat16)
     kv_cache = kv_cache.as_strided(kv_cache.shape, (2048, 1, 128, 1))
     out = torch.empty_like(batch.query)
-    attend(layer, batch.query, kv_cache, prompts_of(batch), *batch.scales, out)
+    attend(layer, batch.query, layer.views(kv_cache), prompts_of(batch), out)
     (call,) = flash.calls
     assert call["k"].stride()[1:] == (128, 64, 1) and call["k"].shape == (batch.pages, 16, 1, 64)

@@ -32,6 +32,8 @@ from cute_kernels.mla.request import APPEND, DECODE
 from cute_kernels.runtime import compile
 from cute_kernels.runtime.cache import KernelSpec, entry_name
 from cute_kernels.sink import launch as sink_launch
+from cute_kernels.sink.op import _launchable
+from cute_kernels.sink.request import FORWARD
 from cute_kernels.warm import GqaShape, IndexShape, MlaShape, PrefillShape, kernel_specs, warm
 from cute_kernels.warm.__main__ import main, numbers, parser, shapes_of
 from fp8_mla.formats import FORMATS
@@ -268,9 +270,9 @@ def test_small_batches_of_short_sequences_take_a_kernel_of_their_own() -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_prefill_shapes_name_what_the_op_launches(asked: Asked, packed: bool) -> None:
     lengths = meta(3, dtype=torch.int32) if packed else None
-    q, k = (meta(2, 4096, heads, 64)[0 if packed else slice(None)] for heads in (64, 8))
+    q, k = (meta(2, 8192, heads, 64)[0 if packed else slice(None)] for heads in (64, 8))
     for window in (None, 128, 4096):
-        request = sink_launch.SinkRequest(q, k, k, None, lengths, lengths, True, window, 0.125, False, 4096)
+        request = _launchable(FORWARD.request(q=q, k=k, v=k, cu_seqlens_q=lengths, cu_seqlens_k=lengths, window=window))
         sink_launch.launch_forward(request, meta(*q.shape), meta(*q.shape[:-1], dtype=torch.float32))
     named = kernel_specs(PrefillShape(64, 8, 64, windows=(None, 128, 4096), packed=packed))
     assert set(named) == set(asked) and len(named) == (4 if packed else 3)

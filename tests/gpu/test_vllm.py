@@ -44,10 +44,8 @@ def compiled() -> None:
 def filled(layer: GqaCalls, batch: Batch, page_size: int) -> torch.Tensor:
     """The cache of a batch."""
     kv_cache = empty_cache(batch.pages, page_size, layer.cache_dtype, DEVICE)
-    if layer.kind is not None:
-        layer.append_scaled(batch.keys, batch.values, kv_cache, batch.all_slots)
-    else:
-        layer.append_plain(batch.keys, batch.values, kv_cache, batch.all_slots, *batch.scales)
+    append = layer.append_plain if layer.kind is None else layer.append_scaled
+    append(batch.keys, batch.values, layer.views(kv_cache, *batch.scales), batch.all_slots)
     return kv_cache
 
 
@@ -58,9 +56,8 @@ def test_pages_decode(cache_dtype: str, page_size: int) -> None:
     s_aux = torch.linspace(-1, 2, HEADS, dtype=torch.float32, device=DEVICE)
     layer = GqaCalls(HEADS, KV_HEADS, 64, 0.125, cache_dtype, window=200, s_aux=s_aux)
     out = torch.full_like(batch.query, torch.nan)
-    layer.decode(
-        batch.query, filled(layer, batch, page_size), batch.seq_lens, batch.block_table, *batch.scales, out
-    )  # fmt: skip
+    views = layer.views(filled(layer, batch, page_size), *batch.scales)
+    layer.decode(batch.query, views, batch.seq_lens, batch.block_table, out)
     assert batch.error(out, 200, s_aux) < LIMITS[cache_dtype]
 
 
@@ -68,7 +65,7 @@ def test_int8_codes_are_those_of_a_cpu() -> None:
     batch = draw_batch([70, 17], [1, 1], 16)
     layer = GqaCalls(HEADS, KV_HEADS, 64, 0.125, INT8)
     on_cpu = empty_cache(batch.pages, 16, INT8)
-    layer.append_scaled(batch.keys, batch.values, on_cpu, batch.all_slots)
+    layer.append_scaled(batch.keys, batch.values, layer.views(on_cpu), batch.all_slots)
     on_gpu = filled(GqaCalls(HEADS, KV_HEADS, 64, 0.125, INT8), batch.to(DEVICE), 16)
     assert torch.equal(on_gpu.cpu(), on_cpu)
 

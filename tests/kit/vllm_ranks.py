@@ -57,19 +57,18 @@ def attended(ranks: Ranks, batch: Batch, cache_dtype: str, s_aux: torch.Tensor |
     assert context_parallel.refusal(layer) is None
     kv_cache = empty_cache(batch.pages, PAGE, cache_dtype, kv_heads=1)
     keys, values, slots = batch.keys[:, :1], batch.values[:, :1], local_slots(batch, ranks)
-    if layer.kind is not None:
-        layer.append_scaled(keys, values, kv_cache, slots)
-    else:
-        layer.append_plain(keys, values, kv_cache, slots, *batch.scales)
+    views = layer.views(kv_cache, *batch.scales)
+    append = layer.append_plain if layer.kind is None else layer.append_scaled
+    append(keys, values, views, slots)
     query, out = batch.query[:, own], torch.full_like(batch.query[:, own], torch.nan)
     if decodes:
         lengths = ranks.lengths(batch.seq_lens)
-        context_parallel.decode(layer, ranks, query, kv_cache, lengths, batch.block_table, *batch.scales, out)
+        context_parallel.decode(layer, ranks, query, views, lengths, batch.block_table, out)
         return out
     new = torch.isin(batch.all_slots, batch.slots)
     context_parallel.prefill(
-        layer, ranks, query, keys[new], values[new], kv_cache, batch.starts, batch.starts.tolist(), batch.seq_lens,
-        batch.block_table, *batch.scales, out,
+        layer, ranks, query, keys[new], values[new], views, batch.starts, batch.starts.tolist(), batch.seq_lens,
+        batch.block_table, out,
     )  # fmt: skip
     return out
 

@@ -40,7 +40,7 @@ FLASH_ATTENTION, FLASH_DIM = 3, 256
 
 
 class CacheViews(NamedTuple):
-    """A layer's cache as `gqa_decode` takes it: pages of `layout`; scales where tokens have their own."""
+    """A layer's cache as `gqa_decode` takes it: pages of `layout`; scales of tokens, or one of FP8."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -181,15 +181,24 @@ class GqaCalls:
         """Tokens whose keys and values are there as 16-bit numbers at one time."""
         return COPY_BYTES // (2 * 2 * self.kv_heads * self.head_dim)
 
-    def views(self, kv_cache: torch.Tensor) -> CacheViews:
-        """Views of the layer's cache, made once: each slice costs the host a microsecond or two."""
-        key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())
+    def views(
+        self, kv_cache: torch.Tensor, k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None
+    ) -> CacheViews:
+        """Views of the layer's cache, made once: each slice costs the host a microsecond or two.
+
+        Args:
+            kv_cache: as vLLM hands it to the layer.
+            k_scale: of an FP8 cache: one factor.
+            v_scale: likewise.
+        """
+        fp8 = self.cache_dtype in FP8
+        key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride(), fp8 and (id(k_scale), id(v_scale)))
         if self._known is None or self._known[0] != key:
             if self.kind is not None:
                 views = scaled_views(kv_cache, self.head_dim, CODES[self.cache_dtype])
             else:
-                views = stock_views(kv_cache, self.head_dim, self.cache_dtype in FP8)
-            self._known = key, views
+                views = stock_views(kv_cache, self.head_dim, fp8)
+            self._known = key, views._replace(k_scale=k_scale, v_scale=v_scale) if fp8 else views
         return self._known[1]
 
     def forget_views(self) -> None:
@@ -197,10 +206,10 @@ class GqaCalls:
         self._known = None
 
     def append_scaled(
-        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+        self, key: torch.Tensor, value: torch.Tensor, views: CacheViews, slot_mapping: torch.Tensor
     ) -> None:
         """Quantizes and stores the tokens that have slots; key and value (tokens or more, kv_heads, d)."""
-        views, tokens = self.views(kv_cache), slot_mapping.shape[0]
+        tokens = slot_mapping.shape[0]
         assert self.kind is not None and views.k_scale is not None and views.v_scale is not None
         kv_append(
             key[:tokens], value[:tokens], views.k, views.v, views.k_scale, views.v_scale,
@@ -208,69 +217,56 @@ class GqaCalls:
         )  # fmt: skip
 
     def append_plain(
-        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor,
-        k_scale: torch.Tensor, v_scale: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self, key: torch.Tensor, value: torch.Tensor, views: CacheViews, slot_mapping: torch.Tensor
+    ) -> None:
         """Stores 16-bit or FP8 tokens in plain torch: for a CPU, where vLLM's kernel does not run."""
-        views, tokens = self.views(kv_cache), slot_mapping.shape[0]
+        tokens = slot_mapping.shape[0]
         valid = slot_mapping >= 0
         page, row = slot_mapping[valid] // views.k.shape[1], slot_mapping[valid] % views.k.shape[1]
-        for new, cache, scale in ((key, views.k, k_scale), (value, views.v, v_scale)):
+        for new, cache, scale in ((key, views.k, views.k_scale), (value, views.v, views.v_scale)):
             new = new[:tokens][valid]
-            if self.cache_dtype in FP8:
+            if scale is not None:
                 new = (new.float() / scale.to(new.device)).clamp(-FP8_MAX, FP8_MAX)
                 new, cache = new.to(cache.dtype).view(torch.uint8), cache.view(torch.uint8)
             cache[page, row] = new
 
     def decode(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
-        k_scale: torch.Tensor, v_scale: torch.Tensor, output: torch.Tensor,
+        self, query: torch.Tensor, views: CacheViews, seq_lens: torch.Tensor, block_table: torch.Tensor,
+        output: torch.Tensor,
     ) -> None:  # fmt: skip
         """Attention of the last `tokens / requests` tokens of each request, into `output`.
 
         Args:
             query: (tokens, heads, d), the same number of tokens of each request, at most `MAX_QUERIES`.
-            kv_cache: as vLLM hands it to the layer.
+            views: of the layer's cache.
             seq_lens: (requests,) int32, tokens in the cache, those of the queries included.
             block_table: (requests, pages) int32.
-            k_scale: of an FP8 cache: one factor.
-            v_scale: likewise.
             output: (tokens, heads, d).
         """
-        views, requests = self.views(kv_cache), seq_lens.shape[0]
-        scales: tuple[Any, Any] = (views.k_scale, views.v_scale)
-        if self.cache_dtype in FP8:
-            scales = (k_scale, v_scale)
+        requests = seq_lens.shape[0]
         gqa_decode(
-            query.unflatten(0, (requests, -1)), views.k, views.v, *scales, layout=views.layout, cache_seqlens=seq_lens,
+            query.unflatten(0, (requests, -1)), *views[:4], layout=views.layout, cache_seqlens=seq_lens,
             block_table=block_table, window=self.window, softcap=self.softcap, alibi_slopes=self.alibi_slopes,
             s_aux=self.s_aux, softmax_scale=self.scale, num_splits=self.num_splits, kind=self.rotated_kind,
             out=output.unflatten(0, (requests, -1)),
         )  # fmt: skip
 
     def part(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, lengths: torch.Tensor, block_table: torch.Tensor,
-        k_scale: torch.Tensor, v_scale: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self, query: torch.Tensor, views: CacheViews, lengths: torch.Tensor, block_table: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of queries to keys that all of them see, some of their request's, without sinks.
 
         Args:
             query: (batch, s_q, any number of heads, d), s_q at most `MAX_QUERIES`.
-            kv_cache: as vLLM hands it to the layer.
+            views: of the layer's cache.
             lengths: (batch,) int32, keys.
             block_table: (batch, pages) int32.
-            k_scale: of an FP8 cache: one factor.
-            v_scale: likewise.
 
         Returns:
             out (batch, s_q, heads, d) and lse (batch, s_q, heads) float32.
         """
-        views = self.views(kv_cache)
-        scales: tuple[Any, Any] = (views.k_scale, views.v_scale)
-        if self.cache_dtype in FP8:
-            scales = (k_scale, v_scale)
         return gqa_decode(
-            query, views.k, views.v, *scales, layout=views.layout, cache_seqlens=lengths, block_table=block_table,
+            query, *views[:4], layout=views.layout, cache_seqlens=lengths, block_table=block_table,
             causal=False, softmax_scale=self.scale, num_splits=self.num_splits, kind=self.rotated_kind,
             return_lse=True,
         )  # fmt: skip
@@ -332,8 +328,8 @@ class GqaCalls:
         return found[1].transpose(0, 1) if is_part else None
 
     def prefill_in_pieces(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-        block_table: torch.Tensor, k_scale: torch.Tensor, v_scale: torch.Tensor, output: torch.Tensor,
+        self, query: torch.Tensor, views: CacheViews, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
+        block_table: torch.Tensor, output: torch.Tensor,
     ) -> None:  # fmt: skip
         """Attention of any number of tokens of each request over the cache, a few at a time: for a CPU."""
         starts = query_start_loc.tolist()
@@ -341,10 +337,8 @@ class GqaCalls:
             row = slice(request, request + 1)
             for begin in range(first, last, MAX_QUERIES):
                 end = min(begin + MAX_QUERIES, last)
-                self.decode(
-                    query[begin:end], kv_cache, seq_lens[row] - (last - end), block_table[row], k_scale, v_scale,
-                    output[begin:end],
-                )  # fmt: skip
+                lengths = seq_lens[row] - (last - end)
+                self.decode(query[begin:end], views, lengths, block_table[row], output[begin:end])
 
     def shapes(self, dtype: torch.dtype, page_size: int, max_tokens: int) -> list[Shape]:
         """What `cute_kernels.warm` compiles for this layer; `dtype` that of the queries."""

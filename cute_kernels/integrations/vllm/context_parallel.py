@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cute_kernels.integrations.vllm.calls import MAX_QUERIES, GqaCalls
+from cute_kernels.integrations.vllm.calls import MAX_QUERIES, CacheViews, GqaCalls
 from cute_kernels.merge.op import merge_states
 from cute_kernels.sink.op import sink_attention
 
@@ -82,8 +82,8 @@ def refusal(calls: GqaCalls) -> str | None:
 
 
 def attend_with(
-    ranks: Ranks, calls: GqaCalls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
-    m: Any, k_scale: torch.Tensor, v_scale: torch.Tensor, output: torch.Tensor,
+    ranks: Ranks, calls: GqaCalls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, views: CacheViews,
+    m: Any, output: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """Attention of a batch whose new tokens are in the caches, into `output`, which it returns.
 
@@ -93,19 +93,14 @@ def attend_with(
         query: (tokens, heads, d).
         key: (tokens, kv_heads, d).
         value: likewise.
-        kv_cache: as vLLM hands it to the layer.
+        views: of the layer's cache.
         m: a `CuteAttentionMetadata` with `local_lens`.
-        k_scale: of an FP8 cache: one factor.
-        v_scale: likewise.
         output: (tokens, heads, d).
     """
     n, tokens = m.num_decode_tokens, m.num_actual_tokens
     if n:
         requests = slice(m.num_decodes)
-        decode(
-            calls, ranks, query[:n], kv_cache, m.local_lens[requests], m.block_table[requests], k_scale, v_scale,
-            output[:n],
-        )  # fmt: skip
+        decode(calls, ranks, query[:n], views, m.local_lens[requests], m.block_table[requests], output[:n])
     if tokens > n:
         part, rows = m.prefill or m, slice(n, tokens)
         if m.fresh:
@@ -115,15 +110,15 @@ def attend_with(
             return output
         output[n + m.starts_host[-1] : tokens].zero_()
         prefill(
-            calls, ranks, query[rows], key[rows], value[rows], kv_cache, part.query_start_loc, m.starts_host,
-            part.seq_lens, part.block_table, k_scale, v_scale, output[rows],
+            calls, ranks, query[rows], key[rows], value[rows], views, part.query_start_loc, m.starts_host,
+            part.seq_lens, part.block_table, output[rows],
         )  # fmt: skip
     return output
 
 
 def decode(
-    calls: GqaCalls, ranks: Ranks, query: torch.Tensor, kv_cache: torch.Tensor, lengths: torch.Tensor,
-    block_table: torch.Tensor, k_scale: torch.Tensor, v_scale: torch.Tensor, output: torch.Tensor,
+    calls: GqaCalls, ranks: Ranks, query: torch.Tensor, views: CacheViews, lengths: torch.Tensor,
+    block_table: torch.Tensor, output: torch.Tensor,
 ) -> None:  # fmt: skip
     """Attention of one token of each request, whose own key is in the cache of some rank, into `output`.
 
@@ -131,22 +126,20 @@ def decode(
         calls: the layer.
         ranks: that share the keys.
         query: (requests, heads, d).
-        kv_cache: as vLLM hands it to the layer.
+        views: of the layer's cache.
         lengths: (requests,) int32, tokens that this rank has of each.
         block_table: (requests, pages) int32.
-        k_scale: of an FP8 cache: one factor.
-        v_scale: likewise.
         output: (requests, heads, d).
     """
     every = ranks.all_gather(query.contiguous(), dim=1).unsqueeze(1)
-    out, lse = calls.part(every, kv_cache, lengths, block_table, k_scale, v_scale)
+    out, lse = calls.part(every, views, lengths, block_table)
     merge_states(*ranks.of_own_heads(out[:, 0], lse[:, 0]), s_aux=calls.s_aux, out=output)
 
 
 def prefill(
-    calls: GqaCalls, ranks: Ranks, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+    calls: GqaCalls, ranks: Ranks, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, views: CacheViews,
     starts: torch.Tensor, starts_host: Sequence[int], seq_lens: torch.Tensor, block_table: torch.Tensor,
-    k_scale: torch.Tensor, v_scale: torch.Tensor, output: torch.Tensor,
+    output: torch.Tensor,
 ) -> None:  # fmt: skip
     """Attention of any number of tokens of each request, into `output`.
 
@@ -156,13 +149,11 @@ def prefill(
         query: (tokens, heads, d).
         key: (tokens, kv_heads, d), those of the same tokens.
         value: likewise.
-        kv_cache: as vLLM hands it to the layer.
+        views: of the layer's cache.
         starts: (requests + 1,) int32, where tokens of each request begin.
         starts_host: the same on the host.
         seq_lens: (requests,) int32, tokens of each on all ranks, the new ones included.
         block_table: (requests, pages) int32.
-        k_scale: of an FP8 cache: one factor.
-        v_scale: likewise.
         output: (tokens, heads, d).
     """
     tokens = starts_host[-1]
@@ -176,9 +167,7 @@ def prefill(
     places = torch.tensor(rows, dtype=torch.int64, device="cpu").to(query.device, non_blocking=True)
     context = ranks.lengths(seq_lens - (starts[1:] - starts[:-1]))
     every = ranks.all_gather(query.contiguous(), dim=1)
-    out, lse = calls.part(
-        every[places].unflatten(0, (-1, MAX_QUERIES)), kv_cache, context[pick], block_table[pick], k_scale, v_scale
-    )
+    out, lse = calls.part(every[places].unflatten(0, (-1, MAX_QUERIES)), views, context[pick], block_table[pick])
     found, found_lse = torch.empty_like(every), lse.new_empty(every.shape[:2])
     found[places], found_lse[places] = out.flatten(0, 1), lse.flatten(0, 1)  # places of a token have the same numbers
     outs, lses = ranks.of_own_heads(found, found_lse)

@@ -31,7 +31,7 @@ from vllm.v1.attention.backends.triton_attn import (
 
 from cute_kernels.integrations.vllm.backends import Function
 from cute_kernels.integrations.vllm.batches import are_fresh, counted, prompts_of, without_decodes
-from cute_kernels.integrations.vllm.calls import FP8, HEAD_DIMS, MAX_QUERIES, SCALED, GqaCalls, runs_prompts
+from cute_kernels.integrations.vllm.calls import FP8, HEAD_DIMS, MAX_QUERIES, SCALED, CacheViews, GqaCalls, runs_prompts
 from cute_kernels.integrations.vllm.context_parallel import Ranks, attend_with, refusal
 from cute_kernels.integrations.vllm.prompts import AHEAD, Prompts, attend, reserve
 from cute_kernels.integrations.vllm.warming import warm_layers
@@ -335,15 +335,11 @@ class CuteAttentionImpl(TritonAttentionImpl):
         if tokens < len(output):
             output[tokens:].zero_()  # rows that pad the step: vLLM takes maxima over all rows
         if self._ranks is not None:
-            return attend_with(
-                self._ranks, self.calls, query, key, value, kv_cache, m, layer._k_scale, layer._v_scale, output
-            )
+            views = self._views(layer, kv_cache)
+            return attend_with(self._ranks, self.calls, query, key, value, views, m, output)
         if n:
-            requests = slice(m.num_decodes)
-            self.calls.decode(
-                query[:n], kv_cache, m.seq_lens[requests], m.block_table[requests], layer._k_scale, layer._v_scale,
-                output[:n],
-            )  # fmt: skip
+            views, requests = self._views(layer, kv_cache), slice(m.num_decodes)
+            self.calls.decode(query[:n], views, m.seq_lens[requests], m.block_table[requests], output[:n])
         if tokens > n:
             rows = slice(n, tokens)
             new = (None, None) if key is None else (key[rows], value[rows])
@@ -360,24 +356,26 @@ class CuteAttentionImpl(TritonAttentionImpl):
             return
         # vLLM may count padding rows as tokens, and no kernel below writes those past the last request
         output[0 if prompts is None else prompts.starts_host[-1] :].zero_()
+        views = self._views(layer, kv_cache)
         if prompts is not None and self.calls.flash is not None:
-            attend(self.calls, query, kv_cache, prompts, layer._k_scale, layer._v_scale, output)
+            attend(self.calls, query, views, prompts, output)
         elif query.device.type == "cpu":
-            self.calls.prefill_in_pieces(
-                query, kv_cache, part.query_start_loc, part.seq_lens, part.block_table, layer._k_scale,
-                layer._v_scale, output,
-            )  # fmt: skip
+            starts, lengths = part.query_start_loc, part.seq_lens
+            self.calls.prefill_in_pieces(query, views, starts, lengths, part.block_table, output)
         else:
             super().forward(layer, query, key, value, kv_cache, part, output)
+
+    def _views(self, layer: Any, kv_cache: torch.Tensor) -> CacheViews:
+        return self.calls.views(kv_cache, layer._k_scale, layer._v_scale)
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """Stores new tokens: key and value (tokens or more, kv_heads, d), slot_mapping (tokens,)."""
         if self.calls.kind is not None:
-            self.calls.append_scaled(key, value, kv_cache, slot_mapping)
+            self.calls.append_scaled(key, value, self._views(layer, kv_cache), slot_mapping)
         elif key.device.type == "cpu":
-            self.calls.append_plain(key, value, kv_cache, slot_mapping, layer._k_scale, layer._v_scale)
+            self.calls.append_plain(key, value, self._views(layer, kv_cache), slot_mapping)
         else:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from cute_kernels.indexer.decode_op import index_decode
 from cute_kernels.indexer.topk_op import index_topk
-from cute_kernels.integrations.hooks import SayOnce, or_original
+from cute_kernels.integrations.hooks import SayOnce, or_original, replace
 from cute_kernels.runtime.arch import is_sm90
 
 logger = logging.getLogger("vllm.cute_kernels")
@@ -174,45 +174,37 @@ def change_indexer(module: types.ModuleType) -> None:
 
 def _change_logits(module: types.ModuleType) -> None:
     """Changes the function that makes the logits of decode rows. Without the name they are made as before."""
-    original = getattr(module, LOGITS, None)
-    if original is None or hasattr(original, "__wrapped__"):
-        return
-
-    def logits(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return put_off(module.get_dcp_group, original, *args, **kwargs)
 
     def say(reason: str) -> None:
         say_once(f"DeepGEMM scores the keys of the sparse indexer: {reason}")
 
-    @functools.wraps(original)
-    def unscored(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return or_original(logits, original, say, *args, **kwargs)
+    def around(original: Callable[..., Any]) -> Callable[..., Any]:
+        def logits(*args: Any, **kwargs: Any) -> torch.Tensor:
+            return put_off(module.get_dcp_group, original, *args, **kwargs)
 
-    setattr(module, LOGITS, unscored)
+        return functools.partial(or_original, logits, original, say)
+
+    replace(module, LOGITS, around, lambda: None)
 
 
 def _change_function(module: types.ModuleType) -> None:
     """Changes vLLM 0.33, where `get_indexer_topk(backend)` returns the function of a kernel."""
-    get = getattr(module, GET_TOPK)
-    if hasattr(get, "__wrapped__"):
-        return
 
-    @functools.wraps(get)
-    def get_indexer_topk(*args: Any, **kwargs: Any) -> Any:
-        kernel = get(*args, **kwargs)
+    def topk(
+        logits: torch.Tensor, seq_lens: torch.Tensor, next_n: int, topk_indices: torch.Tensor, topk_tokens: int,
+        max_seq_len: int,
+    ) -> None:  # fmt: skip
+        choose(logits, seq_lens, topk_indices, topk_tokens)
 
-        def original(*arguments: Any, **named: Any) -> Any:
-            return kernel(*tree_map(made, arguments), **tree_map(made, named))
+    def around(get: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: functools.partial(or_original, topk, _made(get(*args, **kwargs)), _stays)
 
-        def topk(
-            logits: torch.Tensor, seq_lens: torch.Tensor, next_n: int, topk_indices: torch.Tensor, topk_tokens: int,
-            max_seq_len: int,
-        ) -> None:  # fmt: skip
-            choose(logits, seq_lens, topk_indices, topk_tokens)
+    replace(module, GET_TOPK, around, lambda: None)
 
-        return functools.partial(or_original, topk, original, _stays)
 
-    setattr(module, GET_TOPK, get_indexer_topk)
+def _made(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel that gets logits which are made."""
+    return lambda *args, **kwargs: kernel(*tree_map(made, args), **tree_map(made, kwargs))
 
 
 def _change_operators(module: types.ModuleType) -> None:
@@ -225,8 +217,8 @@ def _change_operators(module: types.ModuleType) -> None:
         ) -> None:  # fmt: skip
             choose(logits, seq_lens, topk_indices, topk_tokens)
 
-        def original(*args: Any) -> Any:
-            return getattr(torch.ops._C, name)(*tree_map(made, args))
+        def original(*args: Any) -> Any:  # operators are loaded late
+            return _made(getattr(torch.ops._C, name))(*args)
 
         return functools.partial(or_original, topk, original, _stays)
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from cute_kernels.gqa.gather_op import gather_pages
-from cute_kernels.integrations.vllm.calls import COPY_BYTES, MAX_QUERIES, GqaCalls
+from cute_kernels.integrations.vllm.calls import COPY_BYTES, MAX_QUERIES, CacheViews, GqaCalls
 from cute_kernels.merge.op import merge_states
 
 FEW = 24
@@ -236,22 +236,16 @@ def reserve(calls: GqaCalls, output: torch.Tensor) -> None:
     torch.empty(size, dtype=torch.uint8, device=output.device)
 
 
-def attend(
-    calls: GqaCalls, query: torch.Tensor, kv_cache: torch.Tensor, prompts: Prompts, k_scale: torch.Tensor,
-    v_scale: torch.Tensor, output: torch.Tensor,
-) -> None:  # fmt: skip
+def attend(calls: GqaCalls, query: torch.Tensor, views: CacheViews, prompts: Prompts, output: torch.Tensor) -> None:
     """Attention of any number of tokens of each request over the cache, in which they are already.
 
     Args:
         calls: a layer that has FlashAttention.
         query: (tokens, heads, d).
-        kv_cache: as vLLM hands it to the layer.
+        views: of the layer's cache.
         prompts: of the step.
-        k_scale: of an FP8 cache: one factor.
-        v_scale: likewise.
         output: (tokens, heads, d).
     """
-    views = calls.views(kv_cache)
     if not calls.quantized:
         calls.flash_attend(
             query, _usual_strides(views.k), _usual_strides(views.v), output, cu_seqlens_q=prompts.starts,
@@ -263,11 +257,10 @@ def attend(
     if pieces is not None:
         rows = query.index_select(0, pieces.rows)
         found = torch.empty_like(rows)
-        calls.decode(rows, kv_cache, pieces.lengths, pieces.table, k_scale, v_scale, found)
+        calls.decode(rows, views, pieces.lengths, pieces.table, found)
         output.index_copy_(0, pieces.tokens, found.index_select(0, pieces.places))
-    k_codes, v_codes, *scales = views.tokens_first()
+    k_codes, v_codes, k_scale, v_scale = views.tokens_first()
     k_codes, v_codes = _usual_strides(k_codes), _usual_strides(v_codes)
-    k_scale, v_scale = scales or (k_scale, v_scale)
 
     def attend_part(part: Part, out: torch.Tensor, is_part: bool = False) -> torch.Tensor | None:
         k, v = gather_pages(k_codes, v_codes, k_scale, v_scale, part.pages, query.dtype)

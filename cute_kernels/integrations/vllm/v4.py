@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.integrations.hooks import SayOnce, or_original
+from cute_kernels.integrations.hooks import SayOnce, or_original, replace
 from cute_kernels.integrations.padded_heads import V4Decode, device_refusal, real_heads
 from cute_kernels.integrations.vllm.calls import sparse_mla
 
@@ -29,38 +29,27 @@ say_once = SayOnce(functools.partial(logger.info, "cute-kernels: %s"))
 
 def change_deepseek_v4(module: types.ModuleType) -> None:
     """Puts `V4Decode` in the place of FlashMLA's function, and tells it the heads of the layer that calls it."""
+
+    def around(method: Callable[..., Any]) -> Callable[..., Any]:
+        def forward_mqa(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with real_heads(getattr(self, "n_local_heads", None)):
+                return method(self, *args, **kwargs)
+
+        return forward_mqa
+
     original, layer = getattr(module, FLASH_MLA, None), getattr(module, V4_CLASS, None)
-    method = getattr(layer, V4_METHOD, None)
-    if isinstance(original, V4Decode):
-        return
-    if original is None or method is None:
+    if original is None or not hasattr(layer, V4_METHOD):
         logger.warning(
             "cute-kernels: DeepSeek-V4 decoding stays with FlashMLA: %s has no %s or no %s.%s",
             module.__name__, FLASH_MLA, V4_CLASS, V4_METHOD,
         )  # fmt: skip
-        return
-
-    @functools.wraps(method)
-    def forward_mqa(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with real_heads(getattr(self, "n_local_heads", None)):
-            return method(self, *args, **kwargs)
-
-    setattr(layer, V4_METHOD, forward_mqa)
-    setattr(module, FLASH_MLA, V4Decode(original, say_once))
+    elif not isinstance(original, V4Decode):
+        replace(layer, V4_METHOD, around, lambda: None)
+        setattr(module, FLASH_MLA, V4Decode(original, say_once))
 
 
 def change_hy_v4(module: types.ModuleType) -> None:
     """Replaces the kernel over V3.2's 656 bytes in the class that adds a sink to vLLM's sparse MLA."""
-    layer = getattr(module, HY_V4_CLASS, None)
-    method = getattr(layer, HY_V4_METHOD, None)
-    if hasattr(method, "__wrapped__"):
-        return
-    if method is None or not hasattr(layer, "_sinks_for_query"):
-        logger.warning(
-            "cute-kernels: sparse MLA of HY-V4 stays with FlashMLA: %s has no %s.%s or no _sinks_for_query",
-            module.__name__, HY_V4_CLASS, HY_V4_METHOD,
-        )  # fmt: skip
-        return
 
     def decode(
         self: Any, q: torch.Tensor, kv_c_and_k_pe_cache: torch.Tensor, topk_indices: torch.Tensor, kernel_metadata: Any
@@ -73,17 +62,18 @@ def change_hy_v4(module: types.ModuleType) -> None:
         say_once(f"sparse MLA of HY-V4 with {q.shape[2]} heads runs on mla_fp8_decode")
         return result
 
-    @functools.wraps(method)
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        return or_original(
-            decode,
-            method,
-            lambda reason: say_once(f"sparse MLA of HY-V4 stays with FlashMLA: {reason}"),
-            *args,
-            **kwargs,
-        )
+    def stays(reason: str) -> None:
+        say_once(f"sparse MLA of HY-V4 stays with FlashMLA: {reason}")
 
-    setattr(layer, HY_V4_METHOD, kernel)
+    def missing() -> None:
+        logger.warning(
+            "cute-kernels: sparse MLA of HY-V4 stays with FlashMLA: %s has no %s.%s or no _sinks_for_query",
+            module.__name__, HY_V4_CLASS, HY_V4_METHOD,
+        )  # fmt: skip
+
+    layer = getattr(module, HY_V4_CLASS, None)
+    owner = layer if hasattr(layer, "_sinks_for_query") else None
+    replace(owner, HY_V4_METHOD, lambda method: functools.partial(or_original, decode, method, stays), missing)
 
 
 CHANGES: dict[str, Callable[[types.ModuleType], None]] = {

@@ -81,14 +81,16 @@ def speed(found: Found) -> list[str]:
 
 
 def speeds(all_found: Sequence[Found]) -> list[str]:
-    """One table for the page: the runs with the most layers, cards side by side."""
+    """One table for the page: the runs with the most layers over their longest context, cards side by side."""
     layers = max((found["speed"]["layers"] for found in all_found if "speed" in found), default=0)
     header, lines = ["cache, other backend, batch x context"], dict[str, list[str]]()
     for found in all_found:
         if found.get("speed", {}).get("layers") == layers:
             card = card_slug(found["card"]).upper()
             header += [f"{card}: a token, ms", "faster", "attention alone"]
-            for row in rows(found):
+            made = rows(found)
+            longest = max((row.context for row in made), default=0)
+            for row in (row for row in made if row.context == longest):
                 label = f"{row.cache}, {row.other}, {row.batch} x {row.context}"
                 cells = [short(row.ours.get("ms")), times(row.times("ms")), times(row.times("attention_ms"))]
                 lines.setdefault(label, []).extend(cells)

@@ -45,7 +45,6 @@ SPEEDS: Final[Mapping[str, Sequence[Key]]] = {
     ),
     "mla-speed": (
         _mla("sparse", 1, 128, 1, 2048),
-        _mla("sparse", 16, 128, 1, 2048),
         _mla("sparse", 128, 128, 2, 2048),
         _mla("sparse", 148, 128, 2, 16384),
         _mla("sparse", 128, 64, 1, 2048),
@@ -53,7 +52,6 @@ SPEEDS: Final[Mapping[str, Sequence[Key]]] = {
         _mla("dense", 64, 128, 1, 8192),
         _mla("dense", 128, 128, 2, 8192),
         _mla("dense", 1, 128, 1, 131072),
-        _mla("dense", 128, 64, 1, 8192),
         _mla("dense", 128, 16, 1, 8192),
         _mla("sparse", 128, 128, 2, 128, **V4),
         _mla("sparse", 8, 128, 1, 128, **V4),
@@ -61,12 +59,10 @@ SPEEDS: Final[Mapping[str, Sequence[Key]]] = {
         _mla("sparse", 128, 128, 2, 128, **FP4),
     ),
     "gqa-speed": (
-        _gqa(64, 8192, "int8", "per_tensor", "BNSH"),
         _gqa(64, 8192, *TOKEN_HEAD, "BNSH"),
         _gqa(64, 8192, *TOKEN_HEAD, **PAGES),
         _gqa(64, 8192, "fp8", "per_tensor", **PAGES),
         _gqa(64, 8192, "bf16", "none", **PAGES),
-        _gqa(16, 4096, *TOKEN_HEAD, **PAGES),
         _gqa(1, 131072, *TOKEN_HEAD, **PAGES),
         _gqa(1, 1024, *TOKEN_HEAD, **PAGES),
         _gqa(256, 512, *TOKEN_HEAD, **PAGES),
@@ -82,7 +78,6 @@ SPEEDS: Final[Mapping[str, Sequence[Key]]] = {
         _sink("backward", 64, window=128),
         _sink("forward", 128),
         _sink("backward", 128),
-        _sink("forward", 128, window=4096),
         _sink("backward", 128, window=4096),
     ),
 }

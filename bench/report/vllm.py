@@ -81,14 +81,16 @@ def speed(found: Found) -> list[str]:
 
 
 def speeds(all_found: Sequence[Found]) -> list[str]:
-    """One table for the page: the runs with the most layers, cards side by side."""
+    """One table for the page: the runs with the most layers over their longest context, cards side by side."""
     layers = max((found["speed"]["layers"] for found in all_found if "speed" in found), default=0)
     header, lines = ["cache, other backend, batch x context"], dict[str, list[str]]()
     for found in all_found:
         if found.get("speed", {}).get("layers") == layers:
             card = card_slug(found["card"]).upper()
             header += [f"{card}: a token, ms", "faster", "attention alone"]
-            for row in rows(found):
+            made = rows(found)
+            longest = max((row.context for row in made), default=0)
+            for row in (row for row in made if row.context == longest):
                 label = f"{row.cache}, {row.other}, {row.batch} x {row.context}"
                 cells = [short(row.ours.get("ms")), times(row.times("ms")), times(row.times("attention_ms"))]
                 lines.setdefault(label, []).extend(cells)
@@ -129,8 +131,8 @@ def tokens(found: Found) -> list[str]:
 COUNTS = ("tokens", "differ", "otherwise", "wrong")
 
 
-def mla_sums(found: Found) -> list[str]:
-    """Runs of each model with the plugin, over all of vLLM's own or transformers' that they were compared with."""
+def mla_sums(found: Found) -> list[list[str]]:
+    """A row for each model and whose runs those with the plugin were compared with, vLLM's own or transformers'."""
     sums: dict[tuple[str, str], dict[str, int]] = {}
     for model, said in found.get("mla-tokens", {}).get("models", {}).items():
         for case in said["cases"]:
@@ -139,9 +141,7 @@ def mla_sums(found: Found) -> list[str]:
                 row = sums.setdefault((model, other), dict.fromkeys(COUNTS, 0))
                 for name in COUNTS:
                     row[name] += case.get(name, 0)
-    header = ("model", "compared with", "tokens", "others", "of other keys", "wrong")
-    lines = [[model, other, *map(plain, row.values())] for (model, other), row in sums.items()]
-    return table(header, lines) if lines else []
+    return [[model, other, *map(plain, row.values())] for (model, other), row in sums.items()]
 
 
 def mla_tokens(found: Found) -> list[str]:
@@ -157,7 +157,7 @@ def mla_tokens(found: Found) -> list[str]:
         "model", "runs", "tokens", "others", "of other keys", "wrong", "their scores apart", "any scores apart",
         "a near tie",
     )  # fmt: skip
-    return table(header, lines) if lines else []
+    return [*table(header, lines), "", mla_started(found)] if lines else []
 
 
 def mla_started(found: Found) -> str:
@@ -239,13 +239,16 @@ def step_pairs(found: Found) -> list[tuple[str, Mapping[str, Any], Mapping[str, 
 
 
 def mla(all_found: Sequence[Found]) -> list[str]:
-    """What the page for users has of sparse MLA: sums of tokens, how engines started, and what steps say in a line."""
-    made = []
-    for found in all_found:
-        parts = (mla_sums(found), [mla_started(found)], mla_steps(found)[-1:])
-        if any(map(any, parts)):
-            made += [[run(found)], *filter(any, parts)]
-    return paragraphs(*made)
+    """What the page for users has of sparse MLA: sums of tokens, and what steps and our indexer came to."""
+    rows, facts = [], []
+    for found in (found for found in all_found if {"mla-tokens", "mla-steps"} & found.keys()):
+        name = f"{card_slug(found['card']).upper()}, {found['date']}"
+        rows += [[name, *row] for row in mla_sums(found)]
+        engines = found.get("mla-tokens", {}).get("engines", {}).values()
+        said = [*(shadow(engine["shadow"]) for engine in engines if "shadow" in engine), *mla_steps(found)[-1:]]
+        facts += [f"- {name}: {sentence}" for sentence in said]
+    header = ("card, day", "model", "compared with", "tokens", "others", "of other keys", "wrong")
+    return paragraphs(table(header, rows) if rows else [], facts)
 
 
 def run(found: Found) -> str:

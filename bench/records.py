@@ -115,7 +115,7 @@ def case_name(case: Mapping[str, Any]) -> str:
     if "page_size" in case:
         named[-1] += f"_{case['page_size']}"
     if "batch" in case:
-        named.append(f"{case['batch']}x{case['h_q']}x{case['s_q']}")
+        named.append("x".join(str(case[key]) for key in ("batch", "h_q", "s_q") if key in case))
     return " ".join([*named, *(f"{key} {case[key]}" for key in SIZED if key in case)])
 
 

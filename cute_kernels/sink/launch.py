@@ -149,7 +149,10 @@ def launch_backward(request: Request, rows: BackwardRows, gradients: Gradients) 
     positions = -(-(sizes.rows + PADDING * sizes.batch) // QUERIES) * QUERIES
     scratch = functools.partial(torch.empty, dtype=torch.float32, device=out.device)
     stats = scratch((2, sizes.h_q, positions))
-    parts = scratch((sizes.h_q, sizes.batch * -(-longest // SinkPrepareSpec.rows)))
+    blocks = -(-(positions if spec.packed else longest) // SinkPrepareSpec.rows)
+    parts = scratch((sizes.h_q, blocks if spec.packed else sizes.batch * blocks))
+    if spec.packed:
+        parts.zero_()
     sums = scratch((sizes.h_q, positions, spec.d) if spec.fused else 0)
     shared = {"mCuQ": request["cu_seqlens_q"], "sums": sums.data_ptr(), "max_q": longest, "mStats": stats}
 

@@ -200,6 +200,7 @@ def test_every_recorded_case_is_still_a_case() -> None:
 def test_every_case_has_a_name_of_its_own_and_kernels_that_can_be_built() -> None:
     every = [case for section in cases.SECTIONS.values() for case in section.cases]
     assert len({case.name for case in every}) == len({records.identity(case.key) for case in every}) == len(every)
+    assert all(case.op in records.case_name(case.key) for case in every)
     assert [spec for spec in cases.specs(every, 132) if spec.can_implement()] == []
 
 

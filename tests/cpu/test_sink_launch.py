@@ -88,7 +88,9 @@ class Kernels:
     def Prepare(self, wanted, out, d_out, lse, given, sink, stats, parts, cu_q, sums, max_q):
         batch, longest = (out.shape[0], out.shape[1]) if cu_q is None else (len(cu_q) - 1, int(cu_q.diff().max()))
         rows = out.shape[0] if cu_q is not None else batch * longest
-        assert max_q >= longest and parts.shape[1] == batch * -(-max_q // wanted.rows)
+        positions = stats.shape[2] if wanted.packed else batch * (max_q + -max_q % wanted.rows)
+        assert max_q >= longest and parts.shape[1] == -(-positions // wanted.rows)
+        assert not (wanted.packed and parts.any())
         assert stats.shape[2] % 64 == 0 and stats.shape[2] >= rows + 128 * batch
         if wanted.fused:  # the memory is there
             ctypes.memset(sums, 0, 4 * stats.shape[1] * stats.shape[2] * wanted.d)

@@ -415,8 +415,12 @@ def test_graph_replays_with_other_numbers(options, deterministic, counters_left,
             expected.require_gradients(*gradients[:3], gradients[3] if case.s_aux is not None else None)
 
 
-def test_graph_of_the_public_call_and_of_autograd():
-    case = sink_case([(300, 500)], padded=False)
+@pytest.mark.parametrize(
+    "options", [{"lengths": [(300, 500)]}, {"lengths": [(100 + 37 * i % 300,) * 2 for i in range(40)], "packed": True}]
+)
+def test_graph_of_the_public_call_and_of_autograd(options):
+    """The same bits as without a graph; of packed sequences a graph knows no length."""
+    case = sink_case(**options, padded=False)
     with torch.no_grad():
         expected = sink_attention(**case.arguments())
         graph = torch.cuda.CUDAGraph()

@@ -265,6 +265,8 @@ def run_backward(
     stats = torch.full((2, h_q, positions), nan, device="cuda")
     sums = torch.full((h_q, positions, d), nan, device="cuda")
     parts = torch.full((h_q, batch * -(-max_q // SinkPrepareSpec.rows)), nan, device="cuda")
+    if packed:
+        parts = torch.zeros((h_q, -(-positions // SinkPrepareSpec.rows)), dtype=torch.float32, device="cuda")
     d_q, d_k, d_v = (
         torch.full((*t.shape[:-1], d + 8), nan, dtype=t.dtype, device="cuda")[..., :d] for t in (case.q, case.k, case.v)
     )

@@ -72,7 +72,9 @@ class SinkPrepareKernel:
         mDelta   likewise: delta, or None to compute it
         mSink    (h_q,) float32
         mStats   (2, h_q, positions) float32, contiguous, 128-byte aligned: receives L and delta
-        mParts   (h_q, batch x ceil(max_q / 128)) float32: the sum over the last mode is the gradient of mSink
+        mParts   (h_q, batch x ceil(max_q / 128)) float32: the sum over the last mode is the gradient of mSink.
+                 Packed: (h_q, ceil(positions / 128)), 0 where no block writes, so that its order and with it the bits
+                 of the sum do not depend on max_q, which is larger under graph capture
         mCuQ     packed: (batch + 1,) int32; otherwise None
         sums     fused: address of h_q x positions x d float32 that are set to 0; otherwise not read
         max_q    packed: the longest sequence, or more; otherwise not read
@@ -167,11 +169,14 @@ class SinkPrepareKernel:
         if tidx % 32 == 0:
             sPart[tidx // 32] = part
         cute.arch.sync_threads()
-        if tidx == 0:
+        part_index = batch * blocks + block
+        if const_expr(spec.packed):
+            part_index = (place + first) // ROWS  # sequences are 129 positions apart: no two blocks share one
+        if (tidx == 0) & (first < padded):
             sum_of_block = Float32(0.0)
             for i in cutlass.range_constexpr(THREADS // 32):
                 sum_of_block += sPart[i]
-            mParts[head, batch * blocks + block] = sum_of_block
+            mParts[head, part_index] = sum_of_block
 
     @cute.jit
     def joined(self, lse: Float32, sink: Float32) -> Float32:

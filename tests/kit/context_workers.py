@@ -29,7 +29,6 @@ from tests.kit import context_shards, training_ranks
 from tests.kit.compare import check_decode, compare, rounding_noise
 from tests.kit.context_shards import kept
 from tests.kit.gqa_cases import check_gqa, gqa_case
-from tests.kit.latent_cases import latent_case
 from tests.kit.mla_cases import dense_case, generator, sink_logits, sparse_case
 
 WORLD: Final = 4
@@ -187,7 +186,7 @@ def make(case: Case, rank: int, world_size: int, device: str) -> tuple[Check, di
         arguments = context_shards.gqa(gqa, page_size=8 if gqa.layout == "paged_vllm" else case.page_size, **dealt)
         return lambda out, lse: list(check_gqa(out, lse, gqa).problems), arguments, gqa_decode
     if case.op == "latent":
-        mla = latent_case(**case.options, device=device)
+        mla = sparse_case(**case.options, device=device)
         whole = mla.arguments()
         arguments = {**whole, **context_shards.latent_caches(mla, **dealt)}
         for prefix in ("", "extra_"):

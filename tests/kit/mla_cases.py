@@ -410,11 +410,9 @@ def dense_case(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> DecodeCase:
-    """A dense decode over shuffled pages.
+    """A dense decode over the pages of a `block_table`.
 
-    Block tables are two entries wider than the longest sequence needs; entries past a sequence's end are garbage: out
-    of range, or another sequence's page, or a poisoned one. Slots that no sequence uses are poisoned, those at the end
-    of its last page as well.
+    Slots that no sequence uses are poisoned, those at the end of its last page as well.
 
     Args:
         cache_format: of the cache.
@@ -433,29 +431,50 @@ def dense_case(
         device: of all tensors.
     """
     gen, formats = generator(seed, device), (cache_format,)
-    batch, lengths = len(seqlens), torch.tensor(list(seqlens), dtype=torch.int64, device=gen.device)
-    pages_of = -(-lengths // page_size)
-    needed, spare = int(pages_of.sum()), 3
-    num_pages, width = needed + spare, int(pages_of.max()) + 2
-    shuffled = torch.randperm(num_pages, generator=gen, dtype=torch.int64, device=gen.device)
-    entries = [-1, -(2**31), num_pages, INT32_MAX, int(shuffled[0]), int(shuffled[-1])]
-    garbage = torch.tensor(entries, dtype=torch.int64, device=gen.device)
-    table = garbage[torch.randint(len(garbage), (batch, width), generator=gen, dtype=torch.int64, device=gen.device)]
-    table[torch.arange(width, dtype=torch.int64, device=gen.device) < pages_of.unsqueeze(1)] = shuffled[:needed]
-    offsets = torch.arange(width * page_size, dtype=torch.int64, device=gen.device)
+    batch, lengths = len(seqlens), torch.tensor(list(seqlens), dtype=torch.int64, device="cpu")
+    table, num_pages = block_table(lengths, page_size, gen)
+    offsets = torch.arange(table.shape[1] * page_size, dtype=torch.int64, device="cpu")
     slots = table.repeat_interleave(page_size, dim=1) * page_size + offsets % page_size
-    used = slots[offsets < lengths.unsqueeze(1)]
+    used = slots[offsets < lengths.unsqueeze(1)].to(gen.device)
+    table, lengths = table.int().to(gen.device), lengths.int().to(gen.device)
     packed = _tokens(len(used), cache_format, formats, gen, scales, outliers)
     return DecodeCase(
         q=_query((batch, s_q, h_q), formats, gen, scales, query_size, padded),
         kv_cache=paged(num_pages, page_size, used, packed, cache_format, cache_layout, padded=padded),
-        block_table=strided_int(table.int()) if padded else table.int(),
-        cache_seqlens=lengths.int(),
+        block_table=strided_int(table) if padded else table,
+        cache_seqlens=lengths,
         causal=causal,
         s_aux=sink_logits(h_q, sink, gen),
         cache_layout=cache_layout,
         **_named(formats, "cache_format", cache_format),
     )
+
+
+def block_table(
+    lengths: torch.Tensor, page_size: int, gen: torch.Generator, *, bad_entries: bool = False
+) -> tuple[torch.Tensor, int]:
+    """A table of shuffled pages, (batch, width) int64 on the CPU, and the number of pages.
+
+    It is two entries wider than the longest sequence needs. Entries past a sequence's end are garbage: out of range, or
+    another sequence's page, or one that no sequence has. With `bad_entries`, a tenth of the others is out of range.
+    """
+    pages_of = -(-lengths // page_size)
+    needed, spare = int(pages_of.sum()), 3
+    num_pages, width = needed + spare, (int(pages_of.max()) if len(lengths) else 0) + 2
+    shuffled = torch.randperm(num_pages, generator=gen, dtype=torch.int64, device=gen.device).cpu()
+    out_of_range = torch.tensor([-1, -(2**31), num_pages, num_pages + 1, INT32_MAX], dtype=torch.int64, device="cpu")
+    garbage = torch.cat([out_of_range, shuffled[[0, -1]]])
+
+    def choice(entries: torch.Tensor) -> torch.Tensor:
+        places = torch.randint(len(entries), (len(lengths), width), generator=gen, dtype=torch.int64, device=gen.device)
+        return entries[places.cpu()]
+
+    table = choice(garbage)
+    table[torch.arange(width, dtype=torch.int64, device="cpu") < pages_of.unsqueeze(1)] = shuffled[:needed]
+    if bad_entries:
+        bad = torch.rand(table.shape, generator=gen, dtype=torch.float32, device=gen.device).cpu() < 0.1
+        table = torch.where(bad, choice(out_of_range), table)
+    return table, num_pages
 
 
 def sink_logits(h_q: int, kind: str, gen: torch.Generator) -> torch.Tensor | None:

@@ -137,14 +137,6 @@ class GqaDecodeCase(Case):
         return f"{min(self.lengths)}..{max(self.lengths)}" if self.lengths else self.s_k
 
     @property
-    def name(self) -> str:
-        """As `--only` matches it."""
-        layout = f"{self.layout}_{self.page_size}" if self.page_size else self.layout
-        window = "" if self.window is None else f" window {self.window}"
-        sizes = f"{self.batch}x{self.h_q}x{self.s_q} s_k {self.keys} d {self.d}"
-        return f"{self.op} {self.kv_dtype} {self.scales} {layout} {sizes}{window}"
-
-    @property
     def key(self) -> dict[str, Any]:
         """What names the case in a record."""
         named = ("op", "kv_dtype", "scales", "layout", "batch", "h_q", "h_kv", "d", "s_q")
@@ -330,12 +322,6 @@ class GqaAppendCase(Case):
     page_size: int = 64
     op: ClassVar[str] = "kv_int8_append"
     ceiling: ClassVar[str] = "copy"
-
-    @property
-    def name(self) -> str:
-        """As `--only` matches it."""
-        layout = f"{self.layout}_{self.page_size}" if self.page_size else self.layout
-        return f"{self.op} {self.scales} {layout} tokens {APPEND_TOKENS}"
 
     @property
     def key(self) -> dict[str, Any]:

@@ -32,11 +32,6 @@ class GqaBlocksCase(GqaDecodeCase):
     index_block: int = 128
 
     @property
-    def name(self) -> str:
-        """As `--only` matches it."""
-        return f"{super().name} {self.blocks} blocks of {self.index_block}"
-
-    @property
     def key(self) -> dict[str, Any]:
         """What names the case in a record."""
         return {**super().key, "blocks": self.blocks, "index_block": self.index_block}

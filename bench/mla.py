@@ -119,14 +119,6 @@ class MlaCase(Case):
         return self.formats == (V3_2.name,)
 
     @property
-    def name(self) -> str:
-        """As `--only` matches it."""
-        keys = f"s_k {self.keys}" if self.mode == "dense" else f"topk {self.keys}"
-        keys += (f" + {self.extra_keys}" if self.extra_keys else "") + " ragged" * self.ragged
-        what = self.mode if self.is_v32 else " + ".join(self.formats)
-        return f"{self.op} {what} {self.batch}x{self.h_q}x{self.s_q} {keys}"
-
-    @property
     def key(self) -> dict[str, Any]:
         """What names the case in a record."""
         key: dict[str, Any] = {"op": self.op, "mode": self.mode, "batch": self.batch, "h_q": self.h_q, "s_q": self.s_q}
@@ -335,11 +327,6 @@ class MlaAppendCase(Case):
     ceiling: ClassVar[str] = "copy"
 
     @property
-    def name(self) -> str:
-        """As `--only` matches it."""
-        return f"{self.op} {self.cache_format}"
-
-    @property
     def key(self) -> dict[str, Any]:
         """What names the case in a record."""
         return {"op": self.op, "tokens": APPEND_TOKENS, **self.options}
@@ -400,11 +387,6 @@ class MergeCase(Case):
     batch: int = 128
     h_q: int = 128
     op: ClassVar[str] = "merge_states"
-
-    @property
-    def name(self) -> str:
-        """As `--only` matches it."""
-        return self.op
 
     @property
     def key(self) -> dict[str, Any]:

@@ -41,15 +41,15 @@ UNKNOWN: Final = "unknown"
 AT_MOST: Final = ("us", "us_sustained", "worst_ratio", "slow_ratio")
 """Figures of which less is better; of all others that a case must reach, more is."""
 IDENTITY: Final = (
-    *("op", "mode", "pass", "case", "kv_dtype", "scales", "layout", "page_size", "batch", "h_q", "h_kv", "s_q", "d"),
+    *("op", "mode", "pass", "kv_dtype", "scales", "layout", "page_size", "batch", "h_q", "h_kv", "s_q", "d"),
     *("topk", "s_k", "ragged", "tokens", "splits", "window", "deterministic", "scores"),
     *("cache_format", "cache_layout", "extra_cache_format", "extra_topk"),
 )
 """Fields of which a case has some, and by which it is told from all others."""
-NAMED: Final = ("op", "mode", "pass", "case", "cache_format", "kv_dtype", "scales", "layout")
+NAMED: Final = ("op", "mode", "pass", "cache_format", "kv_dtype", "scales", "layout")
 SIZED: Final = (
-    *("topk", "s_k", "ragged", "d", "tokens", "splits", "window", "deterministic", "cache_format"),
-    *("extra_cache_format", "extra_topk"),
+    *("topk", "extra_cache_format", "extra_topk", "s_k", "ragged", "d", "tokens", "splits", "window", "blocks"),
+    "deterministic",
 )
 Record = dict[str, Any]
 
@@ -116,7 +116,8 @@ def case_name(case: Mapping[str, Any]) -> str:
         named[-1] += f"_{case['page_size']}"
     if "batch" in case:
         named.append("x".join(str(case[key]) for key in ("batch", "h_q", "s_q") if key in case))
-    return " ".join([*named, *(f"{key} {case[key]}" for key in SIZED if key in case)])
+    sizes = (key if case[key] is True else f"{key} {case[key]}" for key in SIZED if key in case)
+    return " ".join([*named, *sizes])
 
 
 def attained(must: Mapping[str, float], case: Mapping[str, Any]) -> bool:

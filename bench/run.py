@@ -88,7 +88,7 @@ class Case:
     @property
     def name(self) -> str:
         """As `--only` matches it: the operator, then sizes."""
-        raise NotImplementedError
+        return records.case_name(self.key)
 
     @property
     def key(self) -> dict[str, Any]:
@@ -156,28 +156,40 @@ def selected(cases: Sequence[Case], quick: bool, only: str | None) -> list[Case]
 def run_all(
     cases: Sequence[tuple[Case, Any]], ceilings: Mapping[str, float], progress: Progress, seconds: float = math.inf
 ) -> list[Record]:
-    """The entry of each case, with the machine code that it ran; one that raises is recorded as failed.
+    """The entry of each case, which comes with its store; see `run_each`."""
+    made = [(case, functools.partial(measure, case, store, ceilings)) for case, store in cases]
+    return run_each(made, progress, seconds)
+
+
+def run_each(
+    cases: Sequence[tuple[Case, Callable[[], Record]]],
+    progress: Progress,
+    seconds: float = math.inf,
+    after: Callable[[list[Record]], object] = lambda _: None,
+) -> list[Record]:
+    """The entries of cases, with the machine code that each ran; one that raises is recorded as failed.
 
     Args:
-        cases: each with its store.
-        ceilings: of the card.
+        cases: each with what makes its entry.
         progress: shows how far it is.
         seconds: after which no case is begun.
+        after: gets all entries after each case.
     """
     entries: list[Record] = []
     deadline = time.monotonic() + seconds
-    for number, (case, store) in enumerate(cases):
+    for number, (case, make) in enumerate(cases):
         if time.monotonic() > deadline:
             progress.say(f"no time for {', '.join(left.name for left, _ in cases[number:])}")
             break
         with progress.step(case.name, number, len(cases)), kernels_run.noting() as asked:
             try:
-                entry = measure(case, store, ceilings)
+                entry = make()
             except Exception as error:  # the record must say which case broke, whatever broke it
-                op, _, sizes = case.name.partition(" ")
-                entry = {"op": op, "case": sizes, "failed": f"{type(error).__name__}: {error}"[:500]}
+                entry = {**case.key, "failed": f"{type(error).__name__}: {error}"[:500]}
+                progress.say(f"FAILED {entry['failed']}")
         entries.append({**entry, "kernels": kernels_run.digests(asked)})
         torch.cuda.empty_cache()
+        after(entries)
     return entries
 
 

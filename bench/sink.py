@@ -87,13 +87,6 @@ class SinkAttentionCase(ProductCase):
         return {**key, "deterministic": True} if self.deterministic else key
 
     @property
-    def name(self) -> str:
-        """As `--only` matches it."""
-        window = "" if self.window is None else f" window {self.window}"
-        same = " deterministic" if self.deterministic else ""
-        return f"{self.op} {self.key['pass']} {self.batch}x{self.h_q} s {self.s} d {self.d}{window}{same}"
-
-    @property
     def pairs(self) -> int:
         """Number of (query, key) pairs that are not masked, over all sequences, for one head."""
         return self.batch * _pairs(self.s, self.window)
@@ -213,12 +206,6 @@ class PackedSinkCase(ProductCase):
         key: dict[str, Any] = {"op": self.op, "pass": "packed", "batch": self.batch, "tokens": sum(self.lengths)}
         key |= {"h_q": self.h_q, "h_kv": self.h_kv, "d": self.d}
         return key if self.window is None else {**key, "window": self.window}
-
-    @property
-    def name(self) -> str:
-        """As `--only` matches it."""
-        window = "" if self.window is None else f" window {self.window}"
-        return f"{self.op} packed {self.batch}x{self.h_q} d {self.d}{window}"
 
     @property
     def flops(self) -> int:
@@ -431,11 +418,6 @@ class RoutingCase(Case):
     def sizes(self) -> dict[str, Any]:
         """The arguments of `route`."""
         return {"s_q": self.s_q, "h_q": self.h_q, "h_kv": self.h_kv, "d": self.d}
-
-    @property
-    def name(self) -> str:
-        """As `--only` matches it."""
-        return f"{self.op} routing {self.batch}x{self.h_q} s_q {self.s_q} s_k {self.s_k} d {self.d}"
 
     @property
     def bytes_moved(self) -> int:

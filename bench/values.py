@@ -11,18 +11,19 @@ the one whose key tiles are all slow. `gpu_check.py --sections values` puts this
 from __future__ import annotations
 
 import argparse
+import functools
 import pathlib
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 
-from bench import cases, gqa, jsonl, kernels_run, mla, records, sink
+from bench import cases, gqa, jsonl, mla, records, sink
 from bench.in_layer import time_together
+from bench.progress import Progress
 from bench.records import Record
-from bench.run import selected
+from bench.run import run_each, selected
 from cute_kernels.runtime.compile import precompile
 from tests.kit.values import FAMILIES, SLOW
 
@@ -165,25 +166,13 @@ def _show(name: str, entry: Mapping[str, Any], ratios: Mapping[str, float]) -> N
 
 
 def run_all(
-    chosen: Sequence[Subject], seconds: float, after: Callable[[list[Record]], object] = lambda _: None
+    chosen: Sequence[Subject],
+    seconds: float,
+    progress: Progress,
+    after: Callable[[list[Record]], object] = lambda _: None,
 ) -> list[Record]:
-    """The entries of cases, of which none is begun after so many seconds; `after` gets them after each case."""
-    deadline = time.monotonic() + seconds
-    entries: list[Record] = []
-    for place, subject in enumerate(chosen):
-        if time.monotonic() > deadline:
-            print(f"no time for {', '.join(left.case.name for left in chosen[place:])}", flush=True)
-            break
-        with kernels_run.noting() as asked:
-            try:
-                entry = run(subject)
-            except Exception as error:  # the others still run, whatever broke this one
-                entry = {**subject.case.key, "failed": f"{type(error).__name__}: {error}"[:500]}
-                print(f"{subject.case.name}: FAILED {entry['failed']}", flush=True)
-        entries.append({**entry, "kernels": kernels_run.digests(asked)})
-        torch.cuda.empty_cache()
-        after(entries)
-    return entries
+    """The entries of cases; see `bench.run.run_each`."""
+    return run_each([(subject.case, functools.partial(run, subject)) for subject in chosen], progress, seconds, after)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -198,7 +187,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sms = torch.cuda.get_device_properties("cuda").multi_processor_count
     precompile(cases.specs([subject.case for subject in chosen], sms))
     machine = records.machine()
-    entries = run_all(chosen, options.seconds, lambda made: jsonl.write({**machine, "values": made}, options.out))
+    entries = run_all(
+        chosen, options.seconds, Progress(), lambda made: jsonl.write({**machine, "values": made}, options.out)
+    )
     return int(any("failed" in entry or "wrong" in entry or not entry["met"] for entry in entries))
 
 

@@ -28,15 +28,6 @@ ENVIRONMENT = {
     "TQDM_DISABLE": "1",
     "OMP_NUM_THREADS": "1",  # several engines share the cores
 }
-AS_CHOSEN: dict[str, Any] = {}
-PLAINEST: dict[str, Any] = {
-    "environment": {"VLLM_USE_V2_MODEL_RUNNER": "0"},
-    "plain": {"async_scheduling": False, "compilation_config": {"custom_ops": ["none"]}},
-}
-WAYS = (AS_CHOSEN, PLAINEST)
-"""How an engine is started: as vLLM chooses, which is its second model runner for a Llama; where that fails, the first
-runner, without vLLM's compiled operators for norms and activations."""
-
 SUMMED = "hc_attn_fn_broadcast"
 """An attribute of a layer of DeepSeek-V4, a sum of its weights."""
 FIRST, SPANS, SPAN = 8, 3, 20
@@ -128,9 +119,7 @@ def engine(options: dict[str, Any]) -> Any:
         "skip_tokenizer_init": True, "seed": 0, "enable_prefix_caching": False, "gpu_memory_utilization": 0.04,
         "kernel_config": {"enable_flashinfer_autotune": False, "enable_cutedsl_warmup": False}, **options,
     }  # fmt: skip
-    plain = given.pop("plain", {})
-    compilation = {**given.pop("compilation_config", {}), **plain.pop("compilation_config", {})}
-    return LLM(**{**given, **plain}, compilation_config=compilation)
+    return LLM(**given)
 
 
 def sampling(tokens: int, logprobs: int | None = None) -> Any:
@@ -159,7 +148,7 @@ def about(llm: Any) -> dict[str, Any]:
 def serve(options: dict[str, Any], messages: Messages) -> None:
     """Sends "round", the tokens of each request, for each round of prompts."""
     prepare()
-    llm = engine({**options["engine"], "plain": options.get("plain", {})})
+    llm = engine(options["engine"])
     messages.send("engine", about(llm))
     for prompts in options["rounds"]:
         messages.send("round", generate(llm, prompts, options["tokens"]))
@@ -221,8 +210,7 @@ def measure(options: dict[str, Any], messages: Messages) -> None:
     prepare()
     keep_filled()
     transfer = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}
-    plain = options.get("plain", {})
-    llm = engine({**options["engine"], "kv_transfer_config": transfer, "plain": plain})
+    llm = engine({**options["engine"], "kv_transfer_config": transfer})
     llm.llm_engine.engine_core.engine_core.request_block_hasher = None  # seconds for prompts this long, for no use
     filled = llm.collective_rpc(fill)
     messages.send("engine", {**about(llm), "filled_bytes": filled})
@@ -259,7 +247,7 @@ def first_tokens(options: dict[str, Any], messages: Messages) -> None:
     import time
 
     prepare()
-    llm = engine({**options["engine"], "plain": options.get("plain", {})})
+    llm = engine(options["engine"])
     messages.send("engine", about(llm))
     generate(llm, [[1] * 64], 1)
     messages.wait_for_card()

@@ -268,7 +268,7 @@ def _started(options: dict[str, Any], messages: Messages) -> Any:
     heard.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("vllm.cute_kernels").addHandler(heard)
     vllm_engine.prepare(options["plugin"], options.get("untested", False))
-    llm = vllm_engine.engine({**options["engine"], "plain": options.get("plain", {})})
+    llm = vllm_engine.engine(options["engine"])
     messages.send("engine", {**vllm_engine.about(llm), "start_s": time.monotonic() - begin, "said": said})
     return llm
 

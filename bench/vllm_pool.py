@@ -35,9 +35,7 @@ class Job:
     gigabytes  of GPU memory
     seconds    how long it may take at most
     least      how much time must be left for it to start
-    ways       what is tried in turn, while the one before fails: options that are added, "environment", and "fresh"
     fresh      in a new interpreter, without waiting for the imports of the others
-    decides    whether all jobs get a new interpreter from then on when this one fails without one
     """
 
     name: str
@@ -48,10 +46,7 @@ class Job:
     gigabytes: float = 2.0
     seconds: float = 120.0
     least: float = 10.0
-    ways: tuple[dict[str, Any], ...] = ({},)
     fresh: bool = False
-    decides: bool = False
-    failures: list[str] = field(default_factory=list)
 
 
 class Messages:
@@ -70,20 +65,15 @@ class Messages:
         self._connection.recv()
 
 
-def work(
-    call: Callable[[str, dict[str, Any], Messages], None], job: Job, way: int, connection: Connection, log: str
-) -> None:
+def work(call: Callable[[str, dict[str, Any], Messages], None], job: Job, connection: Connection, log: str) -> None:
     """What a process runs; it ends without the destructors of a GPU's libraries, which can wait for ever."""
     os.setpgrp()  # with what it starts itself, it can be ended
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     messages = Messages(connection)
-    added = dict(job.ways[way])
-    added.pop("fresh", None)
-    os.environ.update(added.pop("environment", {}))
     try:
-        call(job.kind, {**job.options, **added}, messages)
+        call(job.kind, job.options, messages)
         messages.send("done")
     except BaseException as error:
         traceback.print_exc()
@@ -103,12 +93,12 @@ class _Running:
 
 
 class Pool:
-    """Runs jobs; `receive(job, event, data)` gets what they send, with "failed" for the last failure of each.
+    """Runs jobs; `receive(job, event, data)` gets what they send, with "failed" and the reason where one fails.
 
     Args:
         call: `call(kind, options, messages)`, a function of a module, runs a job.
         folder: for logs.
-        receive: see above; also "started" with the way, and "done".
+        receive: see above; also "started" and "done".
         deadline: of `time.monotonic()`; what runs then is ended.
         gigabytes: of GPU memory for all jobs together; may be set later.
         slots: jobs at a time; those that wait for the card do not count.
@@ -130,7 +120,6 @@ class Pool:
         self.deadline, self.gigabytes, self._slots = deadline, gigabytes, slots
         os.environ["PYTHONSAFEPATH"] = "1"  # else new processes look for modules in the current directory
         self._forking, self._fresh = multiprocessing.get_context("forkserver"), multiprocessing.get_context("spawn")
-        self._all_fresh = False
         if preload:
             self._forking.set_forkserver_preload(list(preload))
             forkserver.ensure_running()
@@ -150,8 +139,8 @@ class Pool:
                 self._give_card(waiting)
                 connections = [one.connection for one in self._running]
                 for connection in wait(connections, timeout=TICK):
-                    self._hear(next(one for one in self._running if one.connection is connection), waiting)
-                self._end_late_ones(waiting, left)
+                    self._hear(next(one for one in self._running if one.connection is connection))
+                self._end_late_ones(left)
         finally:
             for one in list(self._running):
                 self._end(one)
@@ -191,16 +180,17 @@ class Pool:
 
     def _start(self, job: Job) -> None:
         ours, theirs = multiprocessing.Pipe()
-        way = len(job.failures)
-        log = str(self._folder / f"{job.name}{f'.{way}' if way else ''}.log")
-        pathlib.Path(log).unlink(missing_ok=True)
-        fresh = job.fresh or self._all_fresh or job.ways[way].get("fresh", False)
-        context: Any = self._fresh if fresh else self._forking
-        process = context.Process(target=work, args=(self._call, job, way, theirs, log))
+        log = self._log_of(job)
+        log.unlink(missing_ok=True)
+        context: Any = self._fresh if job.fresh else self._forking
+        process = context.Process(target=work, args=(self._call, job, theirs, str(log)))
         process.start()
         theirs.close()
         self._running.append(_Running(job, process, ours, time.monotonic()))
-        self._receive(job, "started", way)
+        self._receive(job, "started", None)
+
+    def _log_of(self, job: Job) -> pathlib.Path:
+        return self._folder / f"{job.name}.log"
 
     def _give_card(self, waiting: Sequence[Job]) -> None:
         """Lets a job go on that waits for the card, when nothing else uses it or is about to."""
@@ -209,11 +199,11 @@ class Pool:
             first.state, first.started, self._drains = "alone", time.monotonic(), True
             first.connection.send("go")
 
-    def _hear(self, one: _Running, waiting: list[Job]) -> None:
+    def _hear(self, one: _Running) -> None:
         try:
             event, data = one.connection.recv()
         except (EOFError, OSError):
-            log = self._folder / f"{one.job.name}{f'.{n}' if (n := len(one.job.failures)) else ''}.log"
+            log = self._log_of(one.job)
             text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
             event, data = "error", f"the process ended: {text[-LOG_TAIL:]}"
         if event == "ready":
@@ -222,21 +212,16 @@ class Pool:
         if event in ("done", "error"):
             self._end(one)
         if event == "error":
-            self._failed(one.job, str(data), waiting)
+            self._failed(one.job, str(data))
             return
         self._given |= {one.job.name, f"{one.job.name} over"} if event == "done" else {event}
         self._receive(one.job, event, data)
 
-    def _failed(self, job: Job, text: str, waiting: list[Job]) -> None:
-        job.failures.append(text)
-        self._all_fresh |= job.decides
-        if len(job.failures) < len(job.ways):
-            waiting.insert(0, job)
-        else:
-            self._given.add(f"{job.name} over")
-            self._receive(job, "failed", job.failures)
+    def _failed(self, job: Job, text: str) -> None:
+        self._given.add(f"{job.name} over")
+        self._receive(job, "failed", text)
 
-    def _end_late_ones(self, waiting: list[Job], left: dict[str, str]) -> None:
+    def _end_late_ones(self, left: dict[str, str]) -> None:
         now = time.monotonic()
         for one in list(self._running):
             if now > self.deadline:
@@ -244,7 +229,7 @@ class Pool:
                 left[one.job.name] = "was not done in time"
             elif one.state != "ready" and now > one.started + one.job.seconds:
                 self._end(one)
-                self._failed(one.job, f"took more than {one.job.seconds:.0f} s", waiting)
+                self._failed(one.job, f"took more than {one.job.seconds:.0f} s")
 
     def _end(self, one: _Running) -> None:
         """Ends a process and what it has started."""

@@ -172,34 +172,18 @@ class Report:
         return found
 
     def show(self, title: str) -> None:
-        """Prints the table, with rich if it is there."""
+        """Prints the table."""
         rows = {"float32 (exact)": self.exact, "bfloat16": self.bf16}
         rows |= {f"{name}, reference": cell for name, cell in self.reference.items()}
         rows |= {f"{name}, mla_fp8_decode": cell for name, cell in self.decode.items()}
-        body = [[name, f"{cell.error:.1e}", f"{cell.ms:.2f}"] for name, cell in rows.items()]
-        _print_table(title, ["keys kept as", "error", "ms"], body)
+        width = max(map(len, rows))
+        print(f"{title}\n{'keys kept as':{width}}  {'error':>7}  {'ms':>8}")
+        for name, cell in rows.items():
+            print(f"{name:{width}}  {cell.error:7.1e}  {cell.ms:8.2f}")
+        print()
 
 
 def batch_of(text: bytes, total: int, sequences: int) -> list[bytes]:
     """Sequences cut from a text: different beginnings and ragged lengths, as in a server's batch."""
     text *= -(-2 * total // len(text))
     return [text[31 * row : 25 * row + total] for row in range(sequences)]
-
-
-def _print_table(title: str, header: list[str], body: list[list[str]]) -> None:
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        print(title)
-        widths = [max(len(line[column]) for line in [header, *body]) for column in range(len(header))]
-        for name, *numbers in [header, *body]:
-            print(name.ljust(widths[0]), *(text.rjust(w + 1) for text, w in zip(numbers, widths[1:], strict=True)))
-        return
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for column, name in enumerate(header):
-        table.add_column(name, justify="right" if column else "left")
-    for line in body:
-        table.add_row(*line)
-    Console().print(table)

@@ -198,7 +198,7 @@ def measured(options: argparse.Namespace) -> Record:
         record["ceilings"] = measure_ceilings()
     record["cases"] = run.run_all(chosen, record["ceilings"], progress, options.bench_timeout)
     if subjects:
-        record["values"] = values.run_all(subjects, min(values.SECONDS, options.bench_timeout))
+        record["values"] = values.run_all(subjects, min(values.SECONDS, options.bench_timeout), progress)
     return record
 
 

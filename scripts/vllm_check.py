@@ -20,8 +20,8 @@ Parts, each of which adds to the file what it finds as soon as it has it:
     layers   tests/gpu/test_vllm.py: layers with vLLM's metadata and Triton kernels, CUDA graphs, sparse MLA
 
 Every engine is a process. Those of `tokens` run at the same time; those that are timed start at the same time, and
-measure alone. An engine that fails is tried once more with vLLM's first model runner and its plainest settings; logs
-are in build/vllm_check/. Exit status 1 when something failed, is wrong or was left out. Needs vLLM and transformers.
+measure alone. Logs are in build/vllm_check/. Exit status 1 when something failed, is wrong or was left out. Needs vLLM
+and transformers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 import fp8_mla  # noqa: E402
 from bench import jsonl, vllm_jobs, vllm_mla, vllm_pool  # noqa: E402
 from bench.progress import Progress  # noqa: E402
-from bench.vllm_engine import WAYS  # noqa: E402
 from bench.vllm_jobs import CACHES, INT8  # noqa: E402
 from bench.vllm_pool import Job  # noqa: E402
 
@@ -95,7 +94,7 @@ def jobs(options: argparse.Namespace, folder: pathlib.Path, probed: bool = True)
     given = {"parts": options.parts, "max_tokens": longest, "sms": SMS}
     found = [
         Job("warm", "warm", given, gigabytes=0, seconds=WARM_SECONDS if probed else NEVER, fresh=True),
-        Job("probe", "probe", gigabytes=0, seconds=30, ways=({}, {"fresh": True}), decides=True),
+        Job("probe", "probe", gigabytes=0, seconds=30),
     ]
     if not probed:
         return found[:1]
@@ -146,7 +145,7 @@ def token_jobs(options: argparse.Namespace, folder: pathlib.Path) -> list[Job]:
         given = {"engine": engine, "rounds": rounds(vllm_jobs.asked()), "tokens": TOKENS}
         name = f"{model}-{cache}-{'graphs' if graph else 'eager'}"
         needs, phase = ("warm over", f"saved {model}"), 0 if kind in first else 2
-        found.append(Job(name, "serve", given, phase, needs, gigabytes=3, seconds=150, least=25, ways=WAYS))
+        found.append(Job(name, "serve", given, phase, needs, gigabytes=3, seconds=150, least=25))
     return found
 
 
@@ -200,7 +199,7 @@ def mla_jobs(options: argparse.Namespace, folder: pathlib.Path) -> list[Job]:
                 given |= {"truth": str(folder / model / "truth.json"), "first": way == WAYS_OF_V4[0]}
                 needs, phase, gigabytes = needs[: 1 if given["first"] else 2], 2, 14
                 needs += ("v4-ahead over",)
-            found.append(Job(f"{model}-{way}", "mla-serve", given, phase, needs, gigabytes, 180, 30, WAYS))
+            found.append(Job(f"{model}-{way}", "mla-serve", given, phase, needs, gigabytes, 180, 30))
     return sorted(found, key=lambda job: job.name.endswith("drafts"))
 
 
@@ -221,7 +220,7 @@ def mla_steps_job(who: str, heads: int, options: argparse.Namespace, folder: pat
         "batches": options.batches,
     }  # fmt: skip
     gigabytes = engine["kv_cache_memory_bytes"] / 1e9 + ENGINE_GB
-    return Job(f"steps-{name}", "mla-steps", given, 1, ("warm over", "card"), gigabytes, 150, 30, WAYS)
+    return Job(f"steps-{name}", "mla-steps", given, 1, ("warm over", "card"), gigabytes, 150, 30)
 
 
 def rounds(asked: list[Any]) -> list[list[Any]]:
@@ -253,7 +252,7 @@ def speed_job(name: str, options: argparse.Namespace, folder: pathlib.Path, long
     # engines that check tokens are small and start first: what these leave of the memory is not much
     trained = [f"train-{model} over" for model in own_models(options) if "tokens" in options.parts]
     needs = ("warm over", "card", *trained)
-    return Job(name, "measure", given, 0, needs, gigabytes, seconds=90, least=25, ways=WAYS)
+    return Job(name, "measure", given, 0, needs, gigabytes, seconds=90, least=25)
 
 
 def first_job(name: str, options: argparse.Namespace, folder: pathlib.Path) -> Job:
@@ -265,7 +264,7 @@ def first_job(name: str, options: argparse.Namespace, folder: pathlib.Path) -> J
     }  # fmt: skip
     given = {"backend": name, "engine": engine, "prompts": FIRST}
     gigabytes = engine["kv_cache_memory_bytes"] / 1e9 + ENGINE_GB + 4
-    return Job(f"first-{name}", "first", given, 0, ("warm over", "card"), gigabytes, seconds=90, least=25, ways=WAYS)
+    return Job(f"first-{name}", "first", given, 0, ("warm over", "card"), gigabytes, seconds=90, least=25)
 
 
 # ---- what they find
@@ -291,7 +290,7 @@ class Report:
         """An event of a job."""
         seconds = time.monotonic() - self.started
         if event == "failed":
-            self.progress.say(f"{job.name}: {data[-1][-600:]}")
+            self.progress.say(f"{job.name}: {data[-600:]}")
         elif event == "case":
             self.progress.say(f"{job.name}: {in_words(data)}")
         elif event in ("card", "started", "done", "compiled", "ahead", "transformers", "engine"):
@@ -345,8 +344,8 @@ class Report:
             place |= data
         elif event == "done":
             place["done"] = True
-        if event in ("done", "failed") and job.failures:
-            place["failures"] = job.failures
+        elif event == "failed":
+            place["failed"] = data
 
     def _other(self, job: Job, event: str, data: Any) -> None:
         if event == "card":
@@ -415,7 +414,7 @@ def failures(found: dict[str, Any]) -> list[str]:
     if found.get("layers") and not found["layers"].get("ok"):
         wrong.append(f"layers: {found['layers'].get('summary')}")
     for part in PARTS:
-        wrong += [f"{name}: {texts[-1][-300:]}" for name, texts in found.get(part, {}).get("errors", {}).items()]
+        wrong += [f"{name}: {text[-300:]}" for name, text in found.get(part, {}).get("errors", {}).items()]
     return wrong
 
 

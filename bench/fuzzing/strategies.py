@@ -36,10 +36,9 @@ from tests.kit.append_pages import FORMS, append_to
 from tests.kit.block_lists import listed_case
 from tests.kit.compare import Comparison, bits, check_decode
 from tests.kit.gqa_cases import SCALE_NAMES, VALUES, GqaCase, check_gqa, gqa_case
-from tests.kit.latent_cases import FORMS as LATENT_FORMS
-from tests.kit.latent_cases import SIZE_KINDS, latent_case, latent_dense_case
 from tests.kit.merging import merge_problems
-from tests.kit.mla_cases import SCALE_KINDS, DecodeCase, dense_case, generator, sparse_case
+from tests.kit.mla_cases import FORMS as LATENT_FORMS
+from tests.kit.mla_cases import SCALE_KINDS, SIZE_KINDS, DecodeCase, dense_case, generator, sparse_case
 from tests.kit.sink_cases import SINKS as SINKS_OF_ATTENTION
 from tests.kit.sink_cases import SinkCase, SinkExpectation, sink_case
 from tests.kit.values import FAMILIES, refill
@@ -236,12 +235,8 @@ def _mla_sparse(
         "seed": draw(seeds),
         "device": device,
     }
-    if formats == (V3_2.name,):
-        case = sparse_case(**options, scales=draw(one_of(*SCALE_KINDS)), outliers=draw(chance(20)))
-    else:
-        second = {"extra_topk": topks[-1], "extra_page_size": draw(one_of(*PAGE_SIZES))} if len(formats) > 1 else {}
-        sizes = draw(one_of(*SIZE_KINDS))
-        case = latent_case(formats=formats, cache_layout=layout, **options, **second, sizes=sizes)
+    second = {"extra_topk": topks[-1], "extra_page_size": draw(one_of(*PAGE_SIZES))} if len(formats) > 1 else {}
+    case = sparse_case(formats=formats, cache_layout=layout, **options, **second, **_scales(draw, formats))
     if case.topk_length is not None:
         case = dataclasses.replace(case, topk_length=_extreme(draw, case.topk_length, topks[0]))
     return case
@@ -264,16 +259,19 @@ def _mla_dense(draw: st.DrawFn, name: str, layout: str | None, large: bool, devi
         "seed": draw(seeds),
         "device": device,
     }
-    if name == V3_2.name:
-        case = dense_case(**options, scales=draw(one_of(*SCALE_KINDS)), outliers=draw(chance(20)))
-    else:
-        case = latent_dense_case(cache_format=name, cache_layout=layout, **options, sizes=draw(one_of(*SIZE_KINDS)))
+    case = dense_case(cache_format=name, cache_layout=layout, **options, **_scales(draw, (name,)))
     table = case.block_table
     assert table is not None and case.cache_seqlens is not None
     if longest % page_size == 0 and draw(st.booleans()):
         table = table[:, : longest // page_size]  # the longest sequence fills it
     lengths = _extreme(draw, case.cache_seqlens, table.shape[1] * page_size)
     return dataclasses.replace(case, block_table=table, cache_seqlens=lengths)
+
+
+def _scales(draw: st.DrawFn, formats: tuple[str, ...]) -> dict[str, Any]:
+    if formats == (V3_2.name,):
+        return {"scales": draw(one_of(*SCALE_KINDS)), "outliers": draw(chance(20))}
+    return {"scales": draw(one_of(*SIZE_KINDS))}
 
 
 def _mla_varied(draw: st.DrawFn, case: DecodeCase) -> DecodeCase:

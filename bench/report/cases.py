@@ -37,8 +37,6 @@ def cases_of(record: Record, *ops: str) -> list[Case]:
 
 def name(case: Case) -> str:
     """What a row is called, without the operation."""
-    if "case" in case:  # it raised before it had a key
-        return str(case["case"])
     names = {"mla_fp8_decode": _mla_name, "gqa_decode": _gqa_name, "sink_attention": _sink_name}
     return names.get(case["op"], _append_name)(case)
 
@@ -77,8 +75,6 @@ def size(case: Case) -> str:
 
 
 def _sink_name(case: Case) -> str:
-    if "batch" not in case:
-        return str(case["pass"])
     window = f", window {case['window']}" if "window" in case else ""
     deterministic = ", deterministic" if case.get("deterministic") else ""
     size = f"{case['batch']} x {case['s_k']}" if "s_k" in case else f"{case['batch']} of {case['tokens']} tokens in all"

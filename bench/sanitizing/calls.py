@@ -26,7 +26,6 @@ from tests.kit.environments import default_dtype
 from tests.kit.gather_pages import KINDS as GATHERED
 from tests.kit.gather_pages import gather_cache
 from tests.kit.gqa_cases import FOUR_BITS, GqaCase, check_gqa, gqa_case
-from tests.kit.latent_cases import latent_case, latent_dense_case
 from tests.kit.mla_cases import DecodeCase, dense_case, generator, sparse_case, strided
 from tests.kit.samples import SAMPLES, copied
 from tests.kit.sink_cases import SinkCase, SinkExpectation, sink_case
@@ -171,20 +170,18 @@ def _latent(calls: Calls) -> None:
     one: dict[str, Any] = {**window, "sink": "finite", "page_size": 6}
     for formats, h_q, num_splits, sizes in (
         (("v4",), 64, 1, "rare"),
-        (("v4", "v4"), 16, 3, "alike"),
+        (("v4", "v4"), 16, 3, "absmax"),
         (("v4", "v4"), 96, None, "rare"),
         (("v4.1",), 32, 3, "rare"),
         (("v4.1", "v4.1_fp4"), 64, 1, "rare"),
-        (("v4.1", "v4.1_fp4"), 16, None, "alike"),
+        (("v4.1", "v4.1_fp4"), 16, None, "absmax"),
         (("v3.2_nope",), 64, 1, "mixed"),
-        (("v3.2_nope", "v3.2_nope"), 8, 3, "alike"),
-        (("v3.2", "v3.2"), 64, None, "alike"),
+        (("v3.2_nope", "v3.2_nope"), 8, 3, "absmax"),
+        (("v3.2", "v3.2"), 64, None, "absmax"),
     ):
-        case = latent_case(formats=formats, h_q=h_q, extra_topk=70 if len(formats) > 1 else 0, sizes=sizes, **one)
+        case = sparse_case(formats=formats, h_q=h_q, extra_topk=70 if len(formats) > 1 else 0, scales=sizes, **one)
         calls.decode(case, f"{' and '.join(formats)}, {h_q} heads", num_splits, (None,))
-    dense = latent_dense_case(
-        cache_format="v4.1_fp4", seqlens=[0, 1, 65, 200], h_q=16, s_q=2, page_size=16, padded=False
-    )
+    dense = dense_case(cache_format="v4.1_fp4", seqlens=[0, 1, 65, 200], h_q=16, s_q=2, page_size=16, padded=False)
     calls.decode(dense, "dense v4.1_fp4", None, (None,))
     calls.append_latent()
 

@@ -31,17 +31,17 @@ def _storage(rows: int):
 class GatherKernel:
     """Warpgroup 0 produces, warpgroup 1 takes tiles and does nothing with them. One CTA an SM.
 
-    As a piece of a row is converted, its registers receive the same piece `depth` tiles further: rows x depth rows are
-    always in flight. With 32 rows the CTAs 2i and 2i + 1 make one half each of the same tiles, and exchange nothing.
+    As a piece of a row is converted, its registers receive the same piece of the next tile: so many rows are always in
+    flight. With 32 rows the CTAs 2i and 2i + 1 make one half each of the same tiles, and exchange nothing.
     """
 
     def __init__(self, spec: GatherSpec):
-        self.rows, self.depth = spec.rows, spec.depth
+        self.rows = spec.rows
         self.tiles = Pipeline("tile", STAGES, producers=128, consumers=128)  # each producer fences first
 
     def fake_arguments(self) -> tuple:
-        """Rows to gather; the list of each pair of CTAs, 2 x depth tiles longer than the turns; what the last turn
-        left, and clocks of each CTA; turns, a multiple of depth.
+        """Rows to gather; the list of each pair of CTAs, two tiles longer than the turns; what the last turn left,
+        and clocks of each CTA; turns.
         """
         ctas = cute.sym_int()
         cache = make_fake_tensor(Uint8, (cute.sym_int(), ROW_BYTES), (ROW_BYTES, 1), assumed_align=16)
@@ -78,7 +78,7 @@ class GatherKernel:
         mCycles: cute.Tensor,
         turns: Int32,
     ):
-        rows, depth = self.rows, self.depth
+        rows = self.rows
         passes = const_expr(rows // 16)
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -95,25 +95,22 @@ class GatherKernel:
             first = row + (cta % 2 * 32 if const_expr(rows == 32) else 0)
             entries = mIndex[cta // 2, None]
             even, odd, rope = tile_map.targets(smem.tile.data_ptr(), tidx, rows, passes, STAGES)
-            raw = cute.make_rmem_tensor((16, 6, passes, depth), Uint8)
-            index = cute.make_rmem_tensor((passes, depth), Int32)  # of the rows to gather next
-            for d in cutlass.range_constexpr(depth):
-                for p in cutlass.range_constexpr(passes):
-                    self.gather(mX, entries[d * TILE + first + 16 * p], segment, raw[None, None, p, d])
-                    index[p, d] = entries[(d + depth) * TILE + first + 16 * p]
+            raw = cute.make_rmem_tensor((16, 6, passes), Uint8)
+            index = cute.make_rmem_tensor(passes, Int32)  # of the rows to gather next
+            for p in cutlass.range_constexpr(passes):
+                self.gather(mX, entries[first + 16 * p], segment, raw[None, None, p])
+                index[p] = entries[TILE + first + 16 * p]
             start = cute.arch.clock64()
-            for t0 in cutlass.range(0, turns, depth, unroll=1):
-                for d in cutlass.range_constexpr(depth):
-                    t = t0 + d
-                    self.tiles.acquire(smem, t)
-                    stage = self.tiles.index(t)
-                    for p in cutlass.range_constexpr(passes):
-                        parts = [target[None, None, p, stage] for target in (even, odd, rope)]
-                        tile_map.convert(raw[None, None, p, d], parts[0], parts[1], parts[2][None, 0], False)
-                        self.gather(mX, index[p, d], segment, raw[None, None, p, d])
-                        index[p, d] = entries[(t + 2 * depth) * TILE + first + 16 * p]
-                    cute.arch.fence_proxy("async.shared", space="cta")  # as for wgmma
-                    self.tiles.arrive(smem, t)
+            for t in cutlass.range(turns, unroll=1):
+                self.tiles.acquire(smem, t)
+                stage = self.tiles.index(t)
+                for p in cutlass.range_constexpr(passes):
+                    parts = [target[None, None, p, stage] for target in (even, odd, rope)]
+                    tile_map.convert(raw[None, None, p], parts[0], parts[1], parts[2][None, 0])
+                    self.gather(mX, index[p], segment, raw[None, None, p])
+                    index[p] = entries[(t + 2) * TILE + first + 16 * p]
+                cute.arch.fence_proxy("async.shared", space="cta")  # as for wgmma
+                self.tiles.arrive(smem, t)
             if tidx == 0:
                 mCycles[cta] = cute.arch.clock64() - start
         else:

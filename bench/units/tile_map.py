@@ -3,7 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, const_expr
+from cutlass import BFloat16, Float8E4M3FN, Float32
 from cutlass.tensor_utils import LayoutEnum
 
 from bench.units.spec import QK, TILE
@@ -39,20 +39,15 @@ def targets(pointer: cute.Pointer, tidx, rows: int, passes: int, stages: int):
 
 
 @cute.jit
-def convert(raw: cute.Tensor, even: cute.Tensor, odd: cute.Tensor, rope: cute.Tensor, exact: cutlass.Constexpr):
+def convert(raw: cute.Tensor, even: cute.Tensor, odd: cute.Tensor, rope: cute.Tensor):
     """Stores a row: raw (16, 6) bytes, four pieces of codes, one of the rope part, and the four scales."""
     cute.autovec_copy(cute.recast_tensor(raw[None, 4], BFloat16), rope)
     scales = cute.recast_tensor(raw[None, 5], Float32)
-    bits = cute.recast_tensor(raw[None, 5], Int32)
     for j in cutlass.range_constexpr(4):
         out = cute.make_rmem_tensor((8, 2), BFloat16)
         codes = cute.recast_tensor(raw[None, j], Float8E4M3FN)
         for half in cutlass.range_constexpr(2):  # eight at a time: with sixteen live, ptxas spills
             eight = cute.make_tensor(codes.iterator + 8 * half, cute.make_layout(8)).load().to(Float32)
-            if const_expr(exact):
-                power = (bits[j] & 0x7F800000).bitcast(Float32).to(BFloat16)
-                out[None, half].store(eight.to(BFloat16) * power)
-            else:
-                out[None, half].store((eight * scales[j]).to(BFloat16))
+            out[None, half].store((eight * scales[j]).to(BFloat16))
         cute.autovec_copy(out[None, 0], even[None, j])
         cute.autovec_copy(out[None, 1], odd[None, j])

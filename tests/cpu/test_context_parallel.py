@@ -19,18 +19,18 @@ from cute_kernels.compat.flash_mla import flash_mla_with_kvcache
 from cute_kernels.distributed import context_parallel_decode, shard_lengths, symmetric
 from cute_kernels.distributed.exchange import Rows
 from scripts import context_parallel_table
-from tests.kit import context_shards, context_turns, context_workers, examples
+from tests.kit import context_shards, context_turns, context_workers, examples, processes
 from tests.kit.compare import check_decode
 from tests.kit.context_workers import CASES, SHORT, WORLD, Case
 from tests.kit.mla_cases import dense_case
 
-Found = dict[int, dict[str, Any]]
+Found = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What each of four processes found in all cases: one start for all of them."""
-    return context_workers.run("all_cases", tmp_path_factory.mktemp("ranks"))
+    return processes.run(context_workers.all_cases, tmp_path_factory.mktemp("ranks"), WORLD)
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES])
@@ -67,15 +67,14 @@ def test_a_callable_may_say_plus_infinity_for_no_keys() -> None:
 
 
 def test_calls_inside_of_compiled_functions(tmp_path: Path) -> None:
-    found = context_workers.run("compiled", tmp_path, world_size=2, wait_for=2)
+    found = processes.run(context_workers.compiled, tmp_path, 2)
     for rank in range(2):
-        assert found[rank].pop("done", None) is None
         assert len(found[rank]) == 2 * len(context_workers.COMPILED) and not any(found[rank].values()), found[rank]
 
 
-@pytest.mark.parametrize("task", ["a_rank_dies", "a_rank_never_calls"])
-def test_ranks_do_not_wait_for_ever(task: str, tmp_path: Path) -> None:
-    found = context_workers.run(task, tmp_path, timeout=SHORT, wait_for=WORLD - 1)
+@pytest.mark.parametrize("task", [context_workers.a_rank_dies, context_workers.a_rank_never_calls])
+def test_ranks_do_not_wait_for_ever(task: processes.Task, tmp_path: Path) -> None:
+    found = processes.run(task, tmp_path, WORLD, timeout=SHORT, wait_for=WORLD - 1)
     for rank in range(WORLD - 1):
         message, seconds = found[rank]["error"]
         assert message.startswith(f"context_parallel_decode: rank {rank} of {WORLD} waited for the others in vain")
@@ -84,10 +83,10 @@ def test_ranks_do_not_wait_for_ever(task: str, tmp_path: Path) -> None:
 
 def test_ranks_that_disagree_are_told_the_same(tmp_path: Path) -> None:
     """Before anything is exchanged whose size, type or meaning differs, and nobody hangs: the next call is right."""
-    found = context_workers.run("disagreements", tmp_path, world_size=2, wait_for=2)
+    found = processes.run(context_workers.disagreements, tmp_path, 2)
     assert found[0] == found[1]
     for name, words in found[0].items():
-        if name in ("rounding of q", "nothing", "done"):
+        if name in ("rounding of q", "nothing"):
             assert not words
         else:
             assert words.startswith(f"{name.partition(' ')[0]}: got ") and "needs the same on all ranks" in words

@@ -8,19 +8,16 @@ import torch
 
 from cute_kernels.distributed import context_parallel_sink_attention
 from cute_kernels.distributed.sequence_chunks import Place, keys_of
-from tests.kit import context_workers, training_ranks
+from tests.kit import processes, training_ranks
 
 WORLDS = (2, 4)
-Found = dict[int, dict[int, dict[str, Any]]]
+Found = dict[int, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What each process found in all cases, by the size of its group."""
-    return {
-        n: context_workers.run("sink_training", tmp_path_factory.mktemp(f"{n}"), world_size=n, wait_for=n)
-        for n in WORLDS
-    }
+    return {n: processes.run(training_ranks.sink_training, tmp_path_factory.mktemp(f"{n}"), n) for n in WORLDS}
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -31,7 +28,7 @@ def test_processes_equal_one(case: training_ranks.Case, world_size: int, found: 
 
 
 def test_refusals_in_words(tmp_path: Path) -> None:
-    found = context_workers.run("sink_training_refusals", tmp_path, world_size=2, wait_for=2)
+    found = processes.run(training_ranks.sink_training_refusals, tmp_path, 2)
     for rank in range(2):
         for name, words in {
             "comm": "comm: got 'ring'; needs 'all_gather' or 'a2a'",
@@ -52,7 +49,7 @@ def test_refusals_in_words(tmp_path: Path) -> None:
 
 
 def test_heads_that_ranks_cannot_share(tmp_path: Path) -> None:
-    found = context_workers.run("sink_training_refusals", tmp_path, world_size=4, wait_for=4)
+    found = processes.run(training_ranks.sink_training_refusals, tmp_path, 4)
     for rank in range(4):
         words = "k: got 2 heads; needs a multiple of 4, the ranks, for comm='a2a'; comm='all_gather' takes any"
         assert found[rank]["too few heads"] == words

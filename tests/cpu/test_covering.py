@@ -136,10 +136,9 @@ def test_gqa_rows_are_valid_calls_with_the_kernel_that_is_compiled(row):
 
 def test_gqa_rows_get_the_plan_that_they_name():
     for row in GQA_ROWS:
-        spec, plan, rows = row.spec(), row.plan(), row.ratio * row.s_q
+        spec, plan = row.spec(), row.plan()
         if row.num_splits is None:
-            cluster = cluster_for(spec, row.batch, row.h_kv, rows, row.capacity(), NUM_SMS)
-            assert spec.cluster == cluster
+            assert (spec.cluster > 1) == (row.splits == "cluster")
             assert (plan.ranges > 1) == (row.splits == "ranges")
         else:
             assert spec.cluster == 1 and 1 <= plan.splits <= row.num_splits

@@ -1,6 +1,5 @@
 """The demo in small: an attention layer of transformers against `mla_fp8_decode`, end to end."""
 
-import builtins
 import dataclasses
 
 import pytest
@@ -104,24 +103,7 @@ def test_the_demo_fails_on_a_wrong_result(found: demo.Found, wrong: float) -> No
     assert failure.startswith("sparse, FP8")
 
 
-@pytest.mark.parametrize("has_rich", [True, False])
-def test_the_command(
-    found: demo.Found,
-    has_rich: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    if has_rich:
-        pytest.importorskip("rich")
-    real_import = builtins.__import__
-
-    def no_rich(name: str, *args: object) -> object:
-        if name.startswith("rich"):
-            raise ImportError(name)
-        return real_import(name, *args)
-
-    if not has_rich:
-        monkeypatch.setattr(builtins, "__import__", no_rich)
+def test_the_command(found: demo.Found, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(demo, "run", lambda size, text, device: found)
     wrong: list[str] = []
     monkeypatch.setattr(demo, "second_page", lambda size, text, device: wrong)

@@ -53,7 +53,7 @@ LACKING: dict[str, tuple[Any, str]] = {
         lambda r: r["tests"]["sanitizer"].update(memcheck=None, reasons={"memcheck": "gone"}),
         "did not run: gone",
     ),
-    "a case": (lambda r: r["cases"].append({"op": "gqa_decode", "case": "x", "failed": "off"}), "gqa_decode x: off"),
+    "a case": (lambda r: r["cases"].append({"op": "gqa_decode", "layout": "x", "failed": "off"}), "gqa_decode x: off"),
     "a goal": (lambda r: r["cases"][0].update(must={"us": 1.0}, met=False), "misses us 1.0"),
     "a family": (lambda r: r["values"][0].update(wrong={"large": "off"}), "large: off"),
     "random calls": (lambda r: r.update(reliability={"wrong": 1}), "random calls: 1 wrong"),

@@ -199,11 +199,11 @@ def test_few_heads_at_a_time_give_the_same(monkeypatch):
         3, layout="BSNH", kv_dtype="int8", s_q=2, alibi="head", k_scales="per_head", v_scales="per_group_32"
     )
     expected = reference_gqa_decode(**case.arguments())
-    yardstick = gqa_yardstick(**case.arguments())
+    yardstick = gqa_yardstick(case)
     monkeypatch.setattr(reference, "ELEMENTS_PER_CHUNK", 1)
     for got, want in zip(reference_gqa_decode(**case.arguments()), expected, strict=True):
         assert torch.equal(got, want)
-    assert torch.equal(gqa_yardstick(**case.arguments()).out, yardstick.out)
+    assert torch.equal(gqa_yardstick(case).out, yardstick.out)
 
 
 def test_float32_on_request():

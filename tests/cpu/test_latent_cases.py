@@ -9,7 +9,7 @@ import torch
 from cute_kernels import mla_fp8_decode
 from fp8_mla import reference_decode
 from tests.kit.compare import bf16_yardstick, check_decode
-from tests.kit.latent_cases import FORMS, SIZE_KINDS, latent_case, latent_dense_case
+from tests.kit.mla_cases import FORMS, SIZE_KINDS, dense_case, sparse_case
 
 EACH_FORM = pytest.mark.parametrize(("formats", "layout"), FORMS, ids=str)
 
@@ -19,11 +19,11 @@ def decode(case: Any) -> Any:
 
 
 @EACH_FORM
-@pytest.mark.parametrize("sizes", SIZE_KINDS)
-def test_sparse_cases_pass_the_rule(formats: tuple[str, ...], layout: str | None, sizes: str) -> None:
-    case: Any = latent_case(
+@pytest.mark.parametrize("scales", SIZE_KINDS)
+def test_sparse_cases_pass_the_rule(formats: tuple[str, ...], layout: str | None, scales: str) -> None:
+    case: Any = sparse_case(
         formats=formats, cache_layout=layout, batch=4, h_q=3, s_q=2, topk=70, extra_topk=33, page_size=5,
-        extra_page_size=2, num_slots=200, sizes=sizes, lengths="query", sink="inf", seed=1,
+        extra_page_size=2, num_slots=200, scales=scales, lengths="query", sink="inf", seed=1,
     )  # fmt: skip
     out, lse = decode(case)
     check_decode(out, lse, **case.arguments()).require()
@@ -36,7 +36,7 @@ def test_sparse_cases_pass_the_rule(formats: tuple[str, ...], layout: str | None
 
 @pytest.mark.parametrize(("formats", "layout"), [form for form in FORMS if len(form[0]) == 1], ids=str)
 def test_dense_cases_pass_the_rule(formats: tuple[str, ...], layout: str | None) -> None:
-    case: Any = latent_dense_case(
+    case: Any = dense_case(
         cache_format=formats[0], cache_layout=layout, seqlens=[9, 0, 31, 64], h_q=3, s_q=2, page_size=7, sink="finite"
     )
     out, lse = decode(case)
@@ -46,7 +46,7 @@ def test_dense_cases_pass_the_rule(formats: tuple[str, ...], layout: str | None)
 
 def test_the_second_cache_is_in_the_yardstick() -> None:
     """Two caches of one format are as one with all keys."""
-    case: Any = latent_case(
+    case: Any = sparse_case(
         formats=("v4", "v4"), batch=2, h_q=3, topk=20, extra_topk=30, page_size=64, extra_page_size=64, num_slots=128
     )
     both = torch.cat([case.kv_cache, case.extra_kv_cache])
@@ -60,7 +60,7 @@ def test_the_second_cache_is_in_the_yardstick() -> None:
 
 
 def test_rows_of_a_case_are_rows_of_all_its_lists() -> None:
-    case: Any = latent_case(formats=("v4", "v4"), batch=3, h_q=2, topk=5, extra_topk=4, lengths="batch", num_slots=64)
+    case: Any = sparse_case(formats=("v4", "v4"), batch=3, h_q=2, topk=5, extra_topk=4, lengths="batch", num_slots=64)
     whole, part = decode(case), decode(case.rows([2, 0]))
     for one, other in zip(whole, part, strict=True):
         torch.testing.assert_close(one[[2, 0]], other)

@@ -17,7 +17,7 @@ from transformers import masking_utils
 
 from cute_kernels.integrations import transformers as cute
 from cute_kernels.integrations.transformers_packed import packed_borders
-from tests.kit import context_workers, packed_training, tiny_models
+from tests.kit import packed_training, processes, tiny_models, training_ranks
 from tests.kit.packed_training import LENGTHS, Batch, Gradients
 from tests.kit.threads import one_thread as one_thread
 from tests.kit.transformers_calls import counted
@@ -123,7 +123,7 @@ def test_the_page_on_training_runs_as_pasted(monkeypatch: pytest.MonkeyPatch, sa
 
 def test_fsdp2_over_two_ranks(tmp_path: Path) -> None:
     """A tiny gpt-oss, each rank with a batch of its own; gradients are reduced in bfloat16."""
-    found = context_workers.run("fully_sharded", tmp_path, world_size=2, wait_for=2)
+    found = processes.run(training_ranks.fully_sharded, tmp_path, 2)
     for rank in range(2):
         assert len(found[rank]["off"]) > 20 and max(found[rank]["off"].values()) < 2**-7, found[rank]
 

@@ -9,7 +9,6 @@ import torch
 from cute_kernels import mla_fp8_decode
 from fp8_mla import FORMATS, read_pages, unpack
 from tests.kit.compare import check_decode
-from tests.kit.latent_cases import latent_case, latent_dense_case
 from tests.kit.mla_cases import POISON_BYTE, DecodeCase, dense_case, generator, sparse_case
 from tests.kit.slow_tiles import KEYS, SlowTiles, key_tiles, needs_second_way, scales_of, slow_tiles
 from tests.kit.values import FAMILIES, SLOW, fill_pages, keys, query, refill, tokens
@@ -110,9 +109,9 @@ def test_refilled_cases_pass_the_rule_and_stay_poisoned(family: str) -> None:
     made: list[DecodeCase] = [
         sparse_case(**options, **lists, sink="finite"),
         dense_case(**options, seqlens=[70, 0, 33]),
-        latent_case(formats=("v4",), **options, **lists),
-        latent_case(formats=("v4.1", "v4.1_fp4"), cache_layout="interleaved", extra_topk=40, **options, **lists),
-        latent_dense_case(cache_format="v3.2_nope", **options, seqlens=[70, 0, 33]),
+        sparse_case(formats=("v4",), **options, **lists),
+        sparse_case(formats=("v4.1", "v4.1_fp4"), cache_layout="interleaved", extra_topk=40, **options, **lists),
+        dense_case(cache_format="v3.2_nope", **options, seqlens=[70, 0, 33]),
     ]
     for case in made:
         poison = (case.kv_cache == POISON_BYTE).all(dim=-1).sum()

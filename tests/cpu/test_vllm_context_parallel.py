@@ -5,28 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing
 
 from cute_kernels.integrations.vllm import context_parallel
 from cute_kernels.integrations.vllm.calls import MAX_QUERIES, GqaCalls
 from cute_kernels.integrations.vllm.context_parallel import Ranks, pieces
-from tests.kit import vllm_ranks
+from tests.kit import processes, vllm_ranks
 
 
 def test_two_ranks_attend_as_one(tmp_path: Path) -> None:
     """All caches, decoding and prompts, sinks after the merge, against float64 over all keys."""
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    ranks = [
-        context.Process(target=vllm_ranks.run, args=(rank, str(tmp_path / "group"), results), daemon=True)
-        for rank in range(vllm_ranks.WORLD)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(120)
-    assert [process.exitcode for process in ranks] == [0] * vllm_ranks.WORLD
-    assert [results.get() for _ in ranks] == [[]] * vllm_ranks.WORLD
+    for errors in processes.run(vllm_ranks.errors, tmp_path, vllm_ranks.WORLD):
+        assert len(errors) == 40 and not [name for name, error in errors.items() if not error < 1]
 
 
 @pytest.mark.parametrize("interleave", [1, 4, 16])

@@ -21,7 +21,6 @@ from cute_kernels.merge.spec import MergeSpec
 from cute_kernels.mla.plan import plan_decode
 from cute_kernels.sink.spec import SinkForwardSpec, SinkWorkListSpec
 from tests.kit.gqa_cases import gqa_case
-from tests.kit.latent_cases import latent_case, latent_dense_case
 from tests.kit.mla_cases import DecodeCase, dense_case, generator, ragged_lengths, sparse_case
 
 DEVICE = "cuda"
@@ -74,23 +73,23 @@ SPARSE = {
     "v3.2": functools.partial(cached, sparse_case, batch=DISTINCT, topk=2048),
     "v3.2, lengths": functools.partial(cached, sparse_case, batch=DISTINCT, topk=1024, lengths="query", seed=1),
     "v3.2, prompts": functools.partial(cached, sparse_case, batch=DISTINCT, topk=512, s_q=3, lengths="batch", seed=2),
-    "v3.2_nope": functools.partial(cached, latent_case, formats=("v3.2_nope",), batch=DISTINCT, topk=512),
-    "v4": functools.partial(cached, latent_case, formats=("v4",), batch=DISTINCT, topk=1152),
+    "v3.2_nope": functools.partial(cached, sparse_case, formats=("v3.2_nope",), batch=DISTINCT, topk=512),
+    "v4": functools.partial(cached, sparse_case, formats=("v4",), batch=DISTINCT, topk=1152),
     "v4.1": functools.partial(
-        cached, latent_case, formats=("v4.1",), cache_layout="planar", batch=DISTINCT, topk=640, lengths="query"
+        cached, sparse_case, formats=("v4.1",), cache_layout="planar", batch=DISTINCT, topk=640, lengths="query"
     ),
     "v4 twice": functools.partial(
-        cached, latent_case, formats=("v4", "v4"), batch=DISTINCT, topk=128, extra_topk=1024, lengths="batch"
+        cached, sparse_case, formats=("v4", "v4"), batch=DISTINCT, topk=128, extra_topk=1024, lengths="batch"
     ),
     "v4.1 and fp4": functools.partial(
-        cached, latent_case, formats=("v4.1", "v4.1_fp4"), cache_layout="planar", batch=DISTINCT, topk=128,
+        cached, sparse_case, formats=("v4.1", "v4.1_fp4"), cache_layout="planar", batch=DISTINCT, topk=128,
         extra_topk=1024, s_q=2,
     ),
 }  # fmt: skip
 DENSE = {
     "dense v3.2": functools.partial(cached, dense_case, seqlens=LENGTHS),
     "dense v3.2, prompts": functools.partial(cached, dense_case, seqlens=LENGTHS, s_q=4, seed=1),
-    "dense v4": functools.partial(cached, latent_dense_case, cache_format="v4", seqlens=LENGTHS),
+    "dense v4": functools.partial(cached, dense_case, cache_format="v4", seqlens=LENGTHS),
 }
 MLA: dict[str, Callable[..., Any]] = {**SPARSE, **DENSE}
 WAYS = [

@@ -19,7 +19,7 @@ from cute_kernels.distributed import (
 from cute_kernels.distributed.positions import local_calls
 from cute_kernels.gqa.launch import decode_spec
 from cute_kernels.gqa.request import DECODE
-from tests.kit import context_turns, context_workers
+from tests.kit import context_turns, context_workers, processes
 from tests.kit.compare import check_decode
 from tests.kit.context_workers import CASES, WORLD, Case
 from tests.kit.gqa_cases import check_gqa, gqa_case
@@ -193,9 +193,7 @@ def test_shards_are_captured(interleave: int) -> None:
 def test_gpus_equal_one_process(tmp_path: Path) -> None:
     """All cases over NCCL and over symmetric memory, a process for each of two GPUs, or of four."""
     world_size = 4 if torch.cuda.device_count() >= 4 else 2
-    found = context_workers.run(
-        "all_cases", tmp_path, world_size=world_size, wait_for=world_size, backend="nccl", timeout=500.0
-    )
+    found = processes.run(context_workers.all_cases, tmp_path, world_size, backend="nccl", timeout=500.0)
     wrong = {(rank, case.name): found[rank].get(case.name) for rank in range(world_size) for case in CASES}
     assert not {name: problems for name, problems in wrong.items() if problems != []}
 
@@ -203,13 +201,13 @@ def test_gpus_equal_one_process(tmp_path: Path) -> None:
 @several_gpus
 def test_the_same_bits_in_a_graph_on_several_gpus(tmp_path: Path) -> None:
     """Ten thousand replays give the bits of the first call, over NCCL and over symmetric memory."""
-    found = context_workers.run("replays", tmp_path, world_size=2, wait_for=2, backend="nccl", timeout=500.0)
+    found = processes.run(context_workers.replays, tmp_path, 2, backend="nccl", timeout=500.0)
     for combine in ("collective", "symmetric"):
         assert [found[rank][f"other bits: {combine}"] for rank in range(2)] == [0, 0]
 
 
 @several_gpus
 def test_compiled_calls_on_several_gpus(tmp_path: Path) -> None:
-    found = context_workers.run("compiled", tmp_path, world_size=2, wait_for=2, backend="nccl", timeout=200.0)
+    found = processes.run(context_workers.compiled, tmp_path, 2, backend="nccl", timeout=200.0)
     names = [f"{name} {combine}" for name in context_workers.COMPILED for combine in ("collective", "symmetric")]
     assert [{name: found[rank].get(name) for name in names} for rank in range(2)] == [dict.fromkeys(names, [])] * 2

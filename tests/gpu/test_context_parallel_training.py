@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.kit import context_workers, training_ranks
+from tests.kit import processes, training_ranks
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -13,9 +13,5 @@ def test_gpus_equal_one(world_size: int, tmp_path: Path) -> None:
     """Bits of out, and of dq if it is deterministic, for chunks of whole key tiles; all else under the rule."""
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs of one host")
-    found = context_workers.run(
-        "sink_training", tmp_path, world_size=world_size, wait_for=world_size, backend="nccl", timeout=300
-    )  # fmt: skip
-    for rank in range(world_size):
-        assert found[rank].pop("done", None) is None
-        assert found[rank] == {case.name: [] for case in training_ranks.ON_GPUS}
+    found = processes.run(training_ranks.sink_training, tmp_path, world_size, backend="nccl", timeout=300)
+    assert found == [{case.name: [] for case in training_ranks.ON_GPUS}] * world_size

@@ -14,8 +14,17 @@ from cute_kernels import mla_fp8_decode
 from cute_kernels.compat.flash_mla import flash_mla_with_kvcache
 from cute_kernels.mla.plan import plan_decode
 from fp8_mla import FORMATS, row_views
-from tests.kit.latent_cases import FORMS, SIZE_KINDS, latent_case, latent_dense_case, latent_pages
-from tests.kit.mla_cases import covering_cases, generator, ragged_lengths
+from tests.kit.mla_cases import (
+    FORMS,
+    SIZE_KINDS,
+    covering_cases,
+    dense_case,
+    generator,
+    paged,
+    ragged_lengths,
+    sparse_case,
+    tokens_of,
+)
 
 pytestmark = pytest.mark.usefixtures("free_memory")
 SPARSE = covering_cases(
@@ -28,7 +37,7 @@ SPARSE = covering_cases(
         "extra_page_size": (1, 2, 64),
         "topk": (0, 1, 63, 64, 65, 128),
         "extra_topk": (0, 1, 64, 65, 512, 1024),
-        "sizes": SIZE_KINDS,
+        "scales": SIZE_KINDS,
         "lengths": ("none", "batch", "query"),
         "sink": ("none", "finite", "inf"),
         "padded": (True, False),
@@ -43,7 +52,7 @@ DENSE = covering_cases(
         "batch": (1, 4, 74),
         "page_size": (1, 2, 61, 64),
         "longest": (130, 700),
-        "sizes": SIZE_KINDS,
+        "scales": SIZE_KINDS,
         "causal": (True, False),
         "sink": ("none", "finite"),
         "padded": (True, False),
@@ -82,7 +91,7 @@ def label(sizes: dict[str, Any]) -> str:
 def test_sparse(run_decode, sizes):
     seed, sizes = SPARSE.index(sizes), dict(sizes)
     (formats, layout), num_splits = sizes.pop("form"), sizes.pop("num_splits")
-    case = latent_case(formats=formats, cache_layout=layout, num_slots=10_000, seed=seed, device="cuda", **sizes)
+    case = sparse_case(formats=formats, cache_layout=layout, num_slots=10_000, seed=seed, device="cuda", **sizes)
     run_decode(case, padded=sizes["padded"], num_splits=num_splits)
 
 
@@ -91,9 +100,7 @@ def test_dense(run_decode, sizes):
     seed, sizes = DENSE.index(sizes), dict(sizes)
     formats, layout = sizes.pop("form")
     seqlens = ragged_lengths(sizes.pop("batch"), sizes.pop("longest"), sizes["page_size"], seed)
-    case = latent_dense_case(
-        cache_format=formats[0], cache_layout=layout, seqlens=seqlens, seed=seed, device="cuda", **sizes
-    )
+    case = dense_case(cache_format=formats[0], cache_layout=layout, seqlens=seqlens, seed=seed, device="cuda", **sizes)
     run_decode(case, padded=sizes["padded"])
 
 
@@ -101,7 +108,7 @@ def test_dense(run_decode, sizes):
 def test_lengths_around_every_boundary(run_decode, formats, layout):
     """Each request another length, in both caches: 0 to past two tiles."""
     lengths = [0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 200]
-    case: Any = latent_case(
+    case: Any = sparse_case(
         formats=formats, cache_layout=layout, batch=len(lengths), h_q=16, topk=200, extra_topk=200, lengths="batch",
         invalid=False, device="cuda",
     )  # fmt: skip
@@ -130,7 +137,7 @@ def _good_slots(case: Any, name: str) -> torch.Tensor:
 @pytest.mark.parametrize(("formats", "layout"), FORMS, ids=str)
 def test_a_row_does_not_depend_on_its_batch(formats, layout):
     """What vLLM asks for by `enable_batch_invariant`: the same bits alone and among others."""
-    case: Any = latent_case(
+    case: Any = sparse_case(
         formats=formats, cache_layout=layout, batch=7, h_q=64, topk=300, extra_topk=500, invalid=False, padded=False,
         device="cuda",
     )  # fmt: skip
@@ -152,7 +159,7 @@ def test_a_row_does_not_depend_on_its_batch(formats, layout):
 @pytest.mark.parametrize(("formats", "layout"), [form for form in FORMS if form[1] == "planar"], ids=str)
 def test_pages_that_came_too_close_after_a_call_are_refused(formats, layout):
     """A prepared launch does not trust that the next cache of these shapes has room for its scale rows."""
-    case: Any = latent_case(formats=formats, cache_layout=layout, batch=2, h_q=16, extra_topk=64, device="cuda")
+    case: Any = sparse_case(formats=formats, cache_layout=layout, batch=2, h_q=16, extra_topk=64, device="cuda")
     mla_fp8_decode(case.q, case.kv_cache, **case.options())
     names = ("kv_cache", "extra_kv_cache") if len(formats) > 1 else ("kv_cache",)
     for name in names:
@@ -175,9 +182,9 @@ def test_a_cache_beyond_four_gib(run_decode, name):
     cache = memory.view(num_pages, 64, token_format.token_bytes)
     ends = torch.tensor([0, 1, num_pages // 2, num_pages - 1], device="cuda")
     gen = generator(1, "cuda")
-    small = latent_pages(4, 64, torch.arange(256, device="cuda"), name, None, gen, padded=False)
+    small = paged(4, 64, torch.arange(256, device="cuda"), tokens_of(256, name, gen), name, None, padded=False)
     memory[ends] = small.flatten(1)
-    case: Any = latent_case(formats=(name,), batch=2, h_q=16, topk=128, num_slots=256, invalid=False, device="cuda")
+    case: Any = sparse_case(formats=(name,), batch=2, h_q=16, topk=128, num_slots=256, invalid=False, device="cuda")
     slots = (ends.repeat_interleave(64) * 64 + torch.arange(64, device="cuda").repeat(4)).int()
     pick = torch.randint(256, (2, 1, 128), generator=gen, device="cuda")
     run_decode(dataclasses.replace(case, kv_cache=cache, indices=slots[pick], topk_length=None))

@@ -8,7 +8,7 @@ import pytest
 from cute_kernels.merge.op import DTYPES
 from cute_kernels.merge.peers_spec import PeerMergeSpec
 from cute_kernels.merge.spec import MergeSpec
-from tests.kit import context_workers, peer_ranks, symmetric_workers
+from tests.kit import peer_ranks, processes, symmetric_workers
 from tests.kit.symmetric_workers import MLA, NAMES, SHAPES
 
 pytestmark = pytest.mark.alone  # ranks wait for their turn on the GPU: other processes would make that long
@@ -29,16 +29,14 @@ def kernel_specs() -> list[Any]:
     return specs
 
 
-def reports(task: str, directory: Path, world_size: int, timeout: float) -> list[dict[str, Any]]:
+def reports(task: processes.Task, directory: Path, world_size: int, timeout: float) -> list[dict[str, Any]]:
     """What each rank reports; skips where torch finds that they cannot share memory."""
-    found = context_workers.run(
-        task, directory, world_size=world_size, wait_for=world_size, timeout=timeout, life=symmetric_workers.work
-    )
+    found = processes.run(task, directory, world_size, timeout=timeout, life=symmetric_workers.work)
     reason = found[0].get("none", "")
     if "overlapping devices" in reason:  # a torch that ignores TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES
         pytest.skip(reason)
     assert not reason, "no error of torch, but one of ours"
-    return [found[rank] for rank in range(world_size)]
+    return found
 
 
 def wrong(reported: dict[str, Any]) -> dict[str, Any]:
@@ -50,9 +48,9 @@ def wrong(reported: dict[str, Any]) -> dict[str, Any]:
 def test_processes_on_one_gpu_equal_one(world_size: int, tmp_path: Path) -> None:
     """Cases against the oracle, calls and graphs against `merge_states`, and what is chosen and refused."""
     assert sorted(case.name for case in MLA) == sorted(NAMES)
-    found = reports("everything", tmp_path, world_size, timeout=120.0)
+    found = reports(symmetric_workers.everything, tmp_path, world_size, timeout=120.0)
     names = set(found[0])
-    assert len(names) == len(NAMES) + 4 * len(SHAPES) + 4, names
+    assert len(names) == len(NAMES) + 4 * len(SHAPES) + 3, names
     for reported in found:
         assert set(reported) == names
         assert not wrong(reported)
@@ -60,7 +58,7 @@ def test_processes_on_one_gpu_equal_one(world_size: int, tmp_path: Path) -> None
 
 def test_a_rank_that_never_calls_ends_the_wait(tmp_path: Path) -> None:
     """A trap after the group's timeout; the next call says what happened."""
-    first, _ = reports("a_rank_never_calls", tmp_path, 2, timeout=15.0)
+    first, _ = reports(symmetric_workers.a_rank_never_calls, tmp_path, 2, timeout=15.0)
     by_cuda, by_us = first["said"]
     assert "CUDA" in by_cuda
     assert by_us.startswith("context_parallel_decode: rank 0 of 2 waited for rank 1 in vain")
@@ -69,6 +67,6 @@ def test_a_rank_that_never_calls_ends_the_wait(tmp_path: Path) -> None:
 
 def test_ranks_of_one_process(tmp_path: Path) -> None:
     """The kernel without symmetric memory, all widths and shapes; bits are those of `merge_states`."""
-    (found,) = reports("kernel_alone", tmp_path, 1, timeout=60.0)
-    assert len(found) == len(peer_ranks.CASES) + 3  # two ranks at a time, by gather and scatter; "done"
+    (found,) = reports(peer_ranks.kernel_alone, tmp_path, 1, timeout=60.0)
+    assert len(found) == len(peer_ranks.CASES) + 2  # two ranks at a time, by gather and scatter
     assert not wrong(found)

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17 or later")
 
 from cute_kernels.integrations import transformers as cute
-from tests.kit import context_workers, packed_training
+from tests.kit import packed_training, processes, training_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +43,6 @@ def test_autocast_and_checkpointing() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs of one host")
 def test_fsdp2_over_two_gpus(tmp_path: Path) -> None:
-    found = context_workers.run("fully_sharded", tmp_path, world_size=2, wait_for=2, backend="nccl", timeout=300)
+    found = processes.run(training_ranks.fully_sharded, tmp_path, 2, backend="nccl", timeout=300)
     for rank in range(2):
         assert len(found[rank]["off"]) > 20 and max(found[rank]["off"].values()) < 2**-6, found[rank]

@@ -8,7 +8,6 @@ import torch
 from cute_kernels import mla_fp8_decode
 from cute_kernels.mla.plan import plan_decode
 from tests.kit.compare import bits
-from tests.kit.latent_cases import latent_case, latent_dense_case
 from tests.kit.mla_cases import DecodeCase, dense_case, sparse_case
 from tests.kit.values import FAMILIES, refill
 
@@ -40,12 +39,7 @@ def made(form: str, family: str, seed: int = 0) -> tuple[DecodeCase, int | None]
     """A decode of a form with values of a family, and its number of splits."""
     options = {**FORMS[form], "seed": seed, "device": "cuda"}
     num_splits = options.pop("num_splits", None)
-    if "formats" in options:
-        case = latent_case(**options)
-    elif "cache_format" in options:
-        case = latent_dense_case(**options)
-    else:
-        case = dense_case(**options) if "seqlens" in options else sparse_case(**options)
+    case = dense_case(**options) if "seqlens" in options else sparse_case(**options)
     return refill(case, family, seed=seed + 1), num_splits
 
 

@@ -1,22 +1,17 @@
-"""Processes of a gloo group that decode together, and what each finds wrong.
+"""Ranks of a group that decode together, and what each finds wrong.
 
-A fork server imports torch once and forks the ranks. Each rank makes the whole case from its seed, keeps its own
-tokens, and calls. All ranks have the same results, and one of them holds those of a case against the oracle, after all
-calls: ranks do not wait for each other's checks.
+Each rank makes the whole case from its seed, keeps its own tokens, and calls. All ranks have the same results, and one
+of them holds those of a case against the oracle, after all calls: ranks do not wait for each other's checks.
 """
 
 from __future__ import annotations
 
-import datetime
 import functools
 import hashlib
-import multiprocessing
 import os
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -25,15 +20,13 @@ import torch.distributed as dist
 from cute_kernels import gqa_decode, mla_fp8_decode, sink_attention
 from cute_kernels.distributed import context_parallel_decode, context_parallel_prefill, shard_indices, shard_lengths
 from cute_kernels.distributed.prefill import own_heads
-from tests.kit import context_shards, training_ranks
+from tests.kit import context_shards
 from tests.kit.compare import check_decode, compare, rounding_noise
 from tests.kit.context_shards import kept
 from tests.kit.gqa_cases import check_gqa, gqa_case
-from tests.kit.latent_cases import latent_case
 from tests.kit.mla_cases import dense_case, generator, sink_logits, sparse_case
 
 WORLD: Final = 4
-TIMEOUT: Final = 60.0
 SHORT: Final = 5.0
 """Seconds until a group gives up on a rank that has died or never calls."""
 
@@ -187,7 +180,7 @@ def make(case: Case, rank: int, world_size: int, device: str) -> tuple[Check, di
         arguments = context_shards.gqa(gqa, page_size=8 if gqa.layout == "paged_vllm" else case.page_size, **dealt)
         return lambda out, lse: list(check_gqa(out, lse, gqa).problems), arguments, gqa_decode
     if case.op == "latent":
-        mla = latent_case(**case.options, device=device)
+        mla = sparse_case(**case.options, device=device)
         whole = mla.arguments()
         arguments = {**whole, **context_shards.latent_caches(mla, **dealt)}
         for prefix in ("", "extra_"):
@@ -303,28 +296,7 @@ def _borders(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)], dtype=torch.int32, device="cpu")
 
 
-# ---- processes
-
-
-def work(rank: int, world_size: int, timeout: float, store: str, task: str, backend: str, reports: Any) -> None:
-    """The life of a rank: joins the group, runs the task, reports. With NCCL each has a GPU of its own."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    try:
-        if backend == "nccl":
-            torch.cuda.set_device(rank)
-        dist.init_process_group(
-            backend, init_method=f"file://{store}", rank=rank, world_size=world_size,
-            timeout=datetime.timedelta(seconds=timeout),
-        )  # fmt: skip
-        for key, value in TASKS[task](rank):
-            reports.put((rank, key, value))
-        reports.put((rank, "done", None))
-    except Exception:
-        reports.put((rank, "crash", traceback.format_exc()))
-    reports.close()
-    reports.join_thread()
-    os._exit(0)  # a group whose other ranks are dead cannot be taken down
+# ---- tasks of ranks
 
 
 def all_cases(rank: int) -> list[tuple[str, Any]]:
@@ -490,61 +462,3 @@ def _replays(rank: int, combine: str) -> int:
     for _ in range(10_000):
         graph.replay()
     return int(other)
-
-
-TASKS: Final[dict[str, Callable[[int], Iterable[tuple[str, Any]]]]] = {
-    "all_cases": all_cases,
-    "compiled": compiled,
-    "disagreements": disagreements,
-    "replays": replays,
-    "fully_sharded": training_ranks.fully_sharded,
-    "sink_training": training_ranks.sink_training,
-    "sink_training_refusals": training_ranks.sink_training_refusals,
-    "a_rank_dies": a_rank_dies,
-    "a_rank_never_calls": a_rank_never_calls,
-}
-
-
-def run(
-    task: str,
-    directory: Path,
-    *,
-    timeout: float = TIMEOUT,
-    wait_for: int = WORLD,
-    world_size: int = WORLD,
-    backend: str = "gloo",
-    life: Callable[..., None] = work,
-) -> dict[int, dict[str, Any]]:
-    """Runs a task on all ranks; what each reported, by rank.
-
-    Args:
-        task: one of `TASKS`.
-        directory: for the file that ranks find each other by.
-        timeout: of the group, seconds.
-        wait_for: ranks that must report; the others are ended then.
-        world_size: ranks.
-        backend: "gloo" on CPUs, "nccl" with a GPU for each rank.
-        life: of a rank; `work`, or what calls it.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    reports = context.Queue()
-    store = str(directory / task)
-    ranks = [
-        context.Process(target=life, args=(rank, world_size, timeout, store, task, backend, reports), daemon=True)
-        for rank in range(world_size)
-    ]
-    for process in ranks:
-        process.start()
-    found: dict[int, dict[str, Any]] = {rank: {} for rank in range(world_size)}
-    try:
-        while sum("done" in of for of in found.values()) < wait_for:
-            rank, key, value = reports.get(timeout=max(timeout, TIMEOUT))
-            found[rank][key] = value
-            if key == "crash":
-                raise AssertionError(f"rank {rank}: {value}")
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
-    return found

@@ -22,8 +22,8 @@ import torch
 from cute_kernels import gqa_decode, mla_fp8_decode
 from cute_kernels.gqa import plan as gqa_plan
 from cute_kernels.gqa.codes import KINDS, ROTATED_KINDS
-from cute_kernels.gqa.layouts import LAYOUTS, X_PACKED
-from cute_kernels.gqa.spec import CLUSTER, GqaDecodeSpec
+from cute_kernels.gqa.layouts import LAYOUTS, X_PACKED, CacheSizes
+from cute_kernels.gqa.spec import GqaDecodeSpec
 from cute_kernels.mla import plan as mla_plan
 from cute_kernels.mla.crossover.spec import MlaCrossoverSpec
 from cute_kernels.mla.plan import EXCHANGES
@@ -124,26 +124,22 @@ class GqaRow:
         return _room(self.longest, self.page_size) if self.page_size else self.longest + 3
 
     def spec(self) -> GqaDecodeSpec:
-        """The kernel of the row on a card of `NUM_SMS`: what `decode_spec` makes of its tensors."""
-        itemsize = _itemsize(self.kv_dtype)
-        warps = gqa_plan.warps_for(self.d, itemsize)
-        tile = gqa_plan.keys_for(self.d, warps)
-        return GqaDecodeSpec(
+        """The kernel of the row on a card of `NUM_SMS`."""
+        kv_dtype = _DTYPES_OF_SPEC.get(self.kv_dtype) or KINDS[self.kv_dtype][0]
+        return gqa_plan.choose_spec(
+            LAYOUTS[self.layout],
+            CacheSizes(self.batch, self.page_size, self.h_kv, self.d),
+            q_shape=(self.batch, self.s_q, self.ratio * self.h_kv),
             q_dtype=_DTYPES_OF_SPEC[self.q_dtype],
-            kv_dtype=_DTYPES_OF_SPEC.get(self.kv_dtype) or KINDS[self.kv_dtype][0],
-            v_dtype=ROTATED_KINDS.get(self.kv_dtype),
-            d=self.d,
-            columns=gqa_plan.columns_for(self.ratio * self.s_q, self.d, itemsize),
-            k_scales=_SCALES_OF_SPEC[self.k_scales],
-            v_scales=_SCALES_OF_SPEC[self.v_scales],
+            kv_dtype=kv_dtype,
+            kinds=(SCALE_NAMES.get(self.k_scales), SCALE_NAMES.get(self.v_scales)),
             scale_dtype="float32" if self.scale_dtype == "none" else self.scale_dtype,
-            layout=LAYOUTS[self.layout].kernel_layout,
-            paged=self.page_size > 0,
-            box_rows=min(self.page_size or tile, tile),
+            max_keys=self.capacity(),
+            num_sms=NUM_SMS,
+            num_splits=self.num_splits,
             alibi=self.alibi != "none",
             softcap=self.softcap is not None,
-            warps=warps,
-            cluster=CLUSTER if self.splits == "cluster" else 1,
+            v_dtype=ROTATED_KINDS.get(self.kv_dtype),
         )
 
     def plan(self) -> gqa_plan.DecodePlan:
@@ -186,15 +182,6 @@ class GqaRow:
         return checked
 
 
-_SCALES_OF_SPEC: Final = {
-    "none": "none",
-    "per_tensor": "per_head",
-    "per_head": "per_head",
-    "per_token": "per_token",
-    "per_token_head": "per_token",
-    "per_group_32": "per_group_32",
-    "per_group_64": "per_group_64",
-}
 _DTYPES_OF_SPEC: Final = {"int8": "int8", "fp8": "float8_e4m3fn", "bf16": "bfloat16", "fp16": "float16"}
 
 

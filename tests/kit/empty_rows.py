@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
 from typing import Any, NamedTuple
 
 import torch
@@ -15,97 +15,70 @@ from cute_kernels.runtime.cache import KernelSpec
 from fp8_mla import V_DIM
 from tests.kit.bits import require_same_bits
 from tests.kit.compare import check_decode
-from tests.kit.latent_cases import latent_case, latent_dense_case
 from tests.kit.mla_cases import DecodeCase, PoisonedOutput, dense_case, sparse_case
 from tests.kit.specs import NUM_SMS
 
-SEQLENS = (0, 1, 2, 3, 64, 65, 200, 130)
-LATENT: dict[str, Any] = {"batch": 8, "s_q": 2, "topk": 130, "extra_topk": 70, "sink": "inf"}
+SPARSE: dict[str, Any] = {"batch": 8, "s_q": 2, "topk": 130, "extra_topk": 70, "sink": "inf"}
+"""Queries whose indices are all invalid (every seventh), and whose length is 0 or negative."""
+DENSE: dict[str, Any] = {"seqlens": (0, 1, 2, 3, 64, 65, 200, 130), "s_q": 3, "sink": "finite"}
+"""Empty sequences, queries before the first key of a causal call, and a request whose pages do not exist."""
+V4_1: dict[str, Any] = {"formats": ("v4.1", "v4.1_fp4"), "cache_layout": "interleaved"}
 
 
 class EmptyRows(NamedTuple):
     """A call by name.
 
-    case    makes it on a device
+    sizes   of `sparse_case` or `dense_case`
     forced  `num_splits` and `exchange`, where the plan is not to choose them
-    keyless no query sees a key, whatever the lengths are, so nothing is launched
+    cut     an argument that is cut to nothing: a cache of no page, or a block table of no column
     """
 
-    case: Callable[[str], DecodeCase]
-    forced: dict[str, Any]
-    keyless: bool = False
+    sizes: dict[str, Any]
+    forced: dict[str, Any] = {}
+    cut: str = ""
 
+    @property
+    def keyless(self) -> bool:
+        """Whether no query sees a key, whatever the lengths are, so that nothing is launched."""
+        return bool(self.cut) or self.sizes.get("topk") == 0
 
-def _sparse(**sizes: Any) -> Callable[[str], DecodeCase]:
-    """Queries whose indices are all invalid (every seventh), and whose length is 0 or negative."""
-    return lambda device: sparse_case(**{"batch": 8, "s_q": 2, "topk": 130, "sink": "inf", **sizes, "device": device})
-
-
-def _dense(**sizes: Any) -> Callable[[str], DecodeCase]:
-    """Empty sequences, queries before the first key of a causal call, and a request whose pages do not exist."""
-
-    def make(device: str) -> DecodeCase:
-        case = dense_case(**{"seqlens": SEQLENS, "s_q": 3, "sink": "finite", **sizes, "device": device})
-        return _without_pages(case)
-
-    return make
-
-
-def _latent(*formats: str, **sizes: Any) -> Callable[[str], DecodeCase]:
-    return lambda device: latent_case(formats=formats, **{**LATENT, **sizes, "device": device})
-
-
-def _latent_dense(name: str, **sizes: Any) -> Callable[[str], DecodeCase]:
-    def make(device: str) -> DecodeCase:
-        given = {"seqlens": SEQLENS, "s_q": 3, "sink": "finite", **sizes, "device": device}
-        return _without_pages(latent_dense_case(cache_format=name, **given))
-
-    return make
-
-
-def _without_pages(case: DecodeCase) -> DecodeCase:
-    """The last request has a negative length, and the one before it a table that names no page."""
-    assert case.block_table is not None and case.cache_seqlens is not None
-    case.block_table[-2] = -1
-    case.cache_seqlens[-1] = -(2**31)
-    return case
+    def case(self, device: str) -> DecodeCase:
+        """The call on a device."""
+        case = (dense_case if "seqlens" in self.sizes else sparse_case)(**self.sizes, device=device)
+        if case.block_table is not None and case.cache_seqlens is not None:
+            case.block_table[-2] = -1
+            case.cache_seqlens[-1] = -(2**31)
+        if self.cut == "kv_cache":
+            return dataclasses.replace(case, kv_cache=case.kv_cache[:0])
+        if self.cut == "block_table" and case.block_table is not None:
+            return dataclasses.replace(case, block_table=case.block_table[:, :0])
+        return case
 
 
 CALLS: dict[str, EmptyRows] = {
-    "sparse": EmptyRows(_sparse(h_q=64), {"num_splits": 1}),
-    "sparse, few heads": EmptyRows(_sparse(h_q=12, lengths="query"), {"num_splits": 1}),
-    "sparse, splits": EmptyRows(_sparse(h_q=16, lengths="batch"), {"num_splits": 3}),
-    "sparse, more splits than tiles": EmptyRows(_sparse(h_q=100), {"num_splits": 12}),
-    "sparse, splits of many rows": EmptyRows(_sparse(h_q=32), {"num_splits": 2}),
-    "sparse, shares": EmptyRows(_sparse(h_q=64, lengths="query"), {}),
-    "sparse, shares of few heads": EmptyRows(_sparse(h_q=8, lengths="query"), {}),
-    "sparse, exchange": EmptyRows(_sparse(h_q=128), {"num_splits": 1, "exchange": "values"}),
-    "sparse, exchange and splits": EmptyRows(_sparse(h_q=128), {"num_splits": 3, "exchange": "codes"}),
-    "dense": EmptyRows(_dense(h_q=64), {"num_splits": 1}),
-    "dense, shares": EmptyRows(_dense(h_q=32), {}),
-    "dense, splits": EmptyRows(_dense(h_q=128, causal=False), {"num_splits": 2}),
-    "v4": EmptyRows(_latent("v4", h_q=64), {"num_splits": 1}),
-    "v4 twice, shares": EmptyRows(_latent("v4", "v4", h_q=64, lengths="query"), {}),
-    "v4.1 and fp4, splits": EmptyRows(
-        _latent("v4.1", "v4.1_fp4", cache_layout="interleaved", h_q=16, lengths="batch"), {"num_splits": 3}
-    ),
-    "v3.2_nope, dense shares": EmptyRows(_latent_dense("v3.2_nope", h_q=32), {}),
-    "no index": EmptyRows(_sparse(h_q=16, topk=0), {}, keyless=True),
-    "no page": EmptyRows(lambda device: _cut(_sparse(h_q=16)(device), "kv_cache"), {}, keyless=True),
-    "no column of the block table": EmptyRows(
-        lambda device: _cut(_dense(h_q=16)(device), "block_table"), {}, keyless=True
-    ),
+    "sparse": EmptyRows({**SPARSE, "h_q": 64}, {"num_splits": 1}),
+    "sparse, few heads": EmptyRows({**SPARSE, "h_q": 12, "lengths": "query"}, {"num_splits": 1}),
+    "sparse, splits": EmptyRows({**SPARSE, "h_q": 16, "lengths": "batch"}, {"num_splits": 3}),
+    "sparse, more splits than tiles": EmptyRows({**SPARSE, "h_q": 100}, {"num_splits": 12}),
+    "sparse, splits of many rows": EmptyRows({**SPARSE, "h_q": 32}, {"num_splits": 2}),
+    "sparse, shares": EmptyRows({**SPARSE, "h_q": 64, "lengths": "query"}),
+    "sparse, shares of few heads": EmptyRows({**SPARSE, "h_q": 8, "lengths": "query"}),
+    "sparse, exchange": EmptyRows({**SPARSE, "h_q": 128}, {"num_splits": 1, "exchange": "values"}),
+    "sparse, exchange and splits": EmptyRows({**SPARSE, "h_q": 128}, {"num_splits": 3, "exchange": "codes"}),
+    "dense": EmptyRows({**DENSE, "h_q": 64}, {"num_splits": 1}),
+    "dense, shares": EmptyRows({**DENSE, "h_q": 32}),
+    "dense, splits": EmptyRows({**DENSE, "h_q": 128, "causal": False}, {"num_splits": 2}),
+    "v4": EmptyRows({**SPARSE, "formats": ("v4",), "h_q": 64}, {"num_splits": 1}),
+    "v4 twice, shares": EmptyRows({**SPARSE, "formats": ("v4", "v4"), "h_q": 64, "lengths": "query"}),
+    "v4.1 and fp4, splits": EmptyRows({**SPARSE, **V4_1, "h_q": 16, "lengths": "batch"}, {"num_splits": 3}),
+    "v3.2_nope, dense shares": EmptyRows({**DENSE, "cache_format": "v3.2_nope", "h_q": 32}),
+    "no index": EmptyRows({**SPARSE, "h_q": 16, "topk": 0}),
+    "no page": EmptyRows({**SPARSE, "h_q": 16}, cut="kv_cache"),
+    "no column of the block table": EmptyRows({**DENSE, "h_q": 16}, cut="block_table"),
     "no index into either cache": EmptyRows(
-        _latent("v4", "v4", h_q=16, topk=0, extra_topk=0, lengths="batch"), {}, keyless=True
+        {**SPARSE, "formats": ("v4", "v4"), "h_q": 16, "topk": 0, "extra_topk": 0, "lengths": "batch"}
     ),
 }
-
-
-def _cut(case: DecodeCase, name: str) -> DecodeCase:
-    """The call with a cache of no page, or a block table of no column."""
-    tensor = getattr(case, name)
-    cut = tensor[:0] if name == "kv_cache" else tensor[:, :0]
-    return DecodeCase(**{**case.arguments(), name: cut})
 
 
 def spec_of(call: EmptyRows) -> KernelSpec | None:

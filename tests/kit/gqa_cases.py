@@ -37,14 +37,15 @@ from tests.kit.compare import (
     rounding_variance,
 )
 from tests.kit.mla_cases import (
-    INT32_MAX,
     OUTLIER_CHANNELS,
     OUTLIER_FACTOR,
     QUERY_SIZE,
     PoisonedOutput,
+    block_table,
     generator,
     sink_logits,
     strided,
+    strided_int,
 )
 
 KV_DTYPES: Final = {
@@ -142,10 +143,7 @@ def gqa_case(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> GqaCase:
-    """A decode over a cache in which all that no query sees is poison.
-
-    Pages are shuffled. Block tables are two entries wider than the longest sequence needs; entries past a sequence's
-    end are garbage: out of range, or another sequence's page, or a poisoned one.
+    """A decode over a cache in which all that no query sees is poison; pages are those of a `block_table`.
 
     Args:
         seqlens: tokens of each sequence, 0 allowed; their number is the batch.
@@ -190,11 +188,14 @@ def gqa_case(
     batch, longest = len(lengths), int(lengths.max()) if len(lengths) else 0
     table = None
     if known.paged:
-        table, num_pages = _block_table(lengths, page_size, bad_entries, gen)
+        table, num_pages = block_table(lengths, page_size, gen, bad_entries=bad_entries)
         sizes = CacheSizes(num_pages, page_size, h_kv, d)
     else:
         sizes = CacheSizes(batch, longest if whole else longest + 3, h_kv, d)
     used_outer, used_rows = _used_slots(lengths, starts, sizes, known, table, s_q, window, gen.device)
+    if table is not None:
+        table = table.int().to(gen.device)
+        table = strided_int(table) if padded else table
 
     narrow = q_dtype == torch.float16 or scale_dtype == torch.float16 or dtype == torch.float16
     caches: dict[str, torch.Tensor] = {}
@@ -221,7 +222,6 @@ def gqa_case(
     q = torch.randn((batch, s_q, h_kv, h_q // h_kv, d), generator=gen, dtype=torch.float32, device=gen.device)
     wild = values == "wild"
     q = (q * (factor / largest if wild else factor * query_size).unsqueeze(1)).flatten(2, 3).to(q_dtype)
-    strided_int = _strided_int if padded else torch.Tensor.int
     return GqaCase(
         q=strided(q) if padded else q,
         k_cache=caches["k"],
@@ -230,7 +230,7 @@ def gqa_case(
         v_scale=scales["v"],
         layout=layout,
         cache_seqlens=None if whole else lengths.int().to(gen.device),
-        block_table=None if table is None else strided_int(table.int().to(gen.device)),
+        block_table=table,
         causal=causal,
         window=window,
         softcap=softcap,
@@ -251,29 +251,6 @@ def _slopes(alibi: str, batch: int, h_q: int, gen: torch.Generator) -> torch.Ten
     if alibi == "batch":
         slopes = slopes * (0.5 + torch.rand((batch, h_q), generator=gen, dtype=torch.float32, device=gen.device))
     return slopes
-
-
-def _block_table(
-    lengths: torch.Tensor, page_size: int, bad_entries: bool, gen: torch.Generator
-) -> tuple[torch.Tensor, int]:
-    """The table (batch, width) int64 on the CPU, and the number of pages."""
-    pages_of = -(-lengths // page_size)
-    needed, spare = int(pages_of.sum()), 3
-    num_pages, width = needed + spare, (int(pages_of.max()) if len(lengths) else 0) + 2
-    shuffled = torch.randperm(num_pages, generator=gen, dtype=torch.int64, device=gen.device).cpu()
-    out_of_range = torch.tensor([-1, -(2**31), num_pages, num_pages + 1, INT32_MAX], dtype=torch.int64, device="cpu")
-    garbage = torch.cat([out_of_range, shuffled[[0, -1]]])
-
-    def choice(entries: torch.Tensor) -> torch.Tensor:
-        places = torch.randint(len(entries), (len(lengths), width), generator=gen, dtype=torch.int64, device=gen.device)
-        return entries[places.cpu()]
-
-    table = choice(garbage)
-    table[torch.arange(width, dtype=torch.int64, device="cpu") < pages_of.unsqueeze(1)] = shuffled[:needed]
-    if bad_entries:
-        bad = torch.rand(table.shape, generator=gen, dtype=torch.float32, device=gen.device).cpu() < 0.1
-        table = torch.where(bad, choice(out_of_range), table)
-    return table, num_pages
 
 
 def _used_slots(
@@ -449,37 +426,9 @@ def _wild_tokens(
     return codes, scale.to(cache.scale.dtype)
 
 
-def _strided_int(values: torch.Tensor) -> torch.Tensor:
-    """The same int32 values in a tensor with a larger row stride."""
-    wide = values.new_full((*values.shape[:-1], values.shape[-1] + 3), INT32_MAX)
-    view = wide[..., : values.shape[-1]]
-    view.copy_(values)
-    return view
-
-
 @torch.no_grad()
-def gqa_yardstick(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    *,
-    layout: str = "BNSH",
-    cache_seqlens: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    s_aux: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    cache_starts: torch.Tensor | None = None,
-    kind: str | None = None,
-    indices: torch.Tensor | None = None,
-    index_block: int = 128,
-) -> Yardstick:
-    """The decode in plain arithmetic of q's dtype, which is the output's; arguments as in `reference_gqa_decode`.
+def gqa_yardstick(case: GqaCase) -> Yardstick:
+    """The decode in plain arithmetic of q's dtype, which is the output's.
 
     Keys and values dequantized to it, scores and sums in float32, probabilities (relative to the row's maximum) and the
     output rounded to it. The noise is in float64.
@@ -487,12 +436,13 @@ def gqa_yardstick(
     Where tokens have value scales of their own, codes stay as they are and probabilities are multiplied by the scale
     before they are rounded; to bfloat16, also if q is float16, whose exponents do not hold a product with any float32.
     """
-    known = LAYOUTS[layout]
+    q, s_aux, alibi_slopes = case.q, case.s_aux, case.alibi_slopes
+    known = LAYOUTS[case.layout]
     batch, s_q, h_q, d = q.shape
-    sizes = sizes_of(known, k_cache, v_cache)
-    keys_of = ScaledCache(k_cache, k_scale, known, "k", sizes)
-    values_of = ScaledCache(v_cache, v_scale, known, "v", sizes)
-    scale = d**-0.5 if softmax_scale is None else softmax_scale
+    sizes = sizes_of(known, case.k_cache, case.v_cache)
+    keys_of = ScaledCache(case.k_cache, case.k_scale, known, "k", sizes)
+    values_of = ScaledCache(case.v_cache, case.v_scale, known, "v", sizes)
+    scale = d**-0.5 if case.softmax_scale is None else case.softmax_scale
     queries = q.float().unflatten(2, (sizes.h_kv, -1))
     sinks = None if s_aux is None else s_aux.float().view(sizes.h_kv, -1, 1)
     slopes = None
@@ -501,7 +451,7 @@ def gqa_yardstick(
     out = torch.zeros(queries.shape, dtype=q.dtype, device=q.device)
     lse = queries.new_full(queries.shape[:-1], -torch.inf)
     noise, shared = torch.zeros_like(queries, dtype=torch.float64), torch.zeros_like(lse, dtype=torch.float64)
-    groups = value_groups(v_scale, known)
+    groups = value_groups(case.v_scale, known)
     width = d // groups if groups > 1 else default_width(d)
     token_scales = values_of.kind is not None and values_of.kind.granularity in TOKEN_SCALES
     operand = torch.bfloat16 if token_scales else q.dtype  # what P is rounded to
@@ -510,14 +460,14 @@ def gqa_yardstick(
         s_q,
         sizes,
         known,
-        cache_seqlens=cache_seqlens,
-        block_table=block_table,
-        causal=causal,
-        window=window,
+        cache_seqlens=case.cache_seqlens,
+        block_table=case.block_table,
+        causal=case.causal,
+        window=case.window,
         device=q.device,
-        cache_starts=cache_starts,
-        indices=indices,
-        index_block=index_block,
+        cache_starts=case.cache_starts,
+        indices=case.indices,
+        index_block=case.index_block,
     ):
         key_errors = noise.new_zeros((sizes.h_kv, len(work.positions)))
         for heads in work.head_chunks(sizes.h_kv, d):
@@ -533,7 +483,7 @@ def gqa_yardstick(
                 place = work.row, query, heads
                 row_slopes = None if slopes is None else slopes[work.row, heads]
                 scores = queries[place] @ keys[..., seen] * scale
-                scores = modify_scores(scores, distance, softcap, row_slopes)
+                scores = modify_scores(scores, distance, case.softcap, row_slopes)
                 row_max = scores.amax(dim=-1, keepdim=True)
                 weights = torch.exp(scores - row_max)
                 row_sum = weights.sum(dim=-1, keepdim=True)
@@ -619,8 +569,8 @@ class GqaExpectation:
     @classmethod
     def of(cls, case: GqaCase) -> GqaExpectation:
         """The expectation of one call."""
-        arguments, groups = case.arguments(), value_groups(case.v_scale, LAYOUTS[case.layout])
-        return cls(*reference_gqa_decode(**arguments), gqa_yardstick(**arguments), groups)
+        groups = value_groups(case.v_scale, LAYOUTS[case.layout])
+        return cls(*reference_gqa_decode(**case.arguments()), gqa_yardstick(case), groups)
 
     def check(self, out: torch.Tensor, lse: torch.Tensor | None, *, name: str = "gqa_decode") -> Comparison:
         """Compares results with the expectation; arguments as in `check_gqa`."""

@@ -1,14 +1,13 @@
-"""Two processes of a gloo group, as tensor-parallel ranks: each has all queries and index keys, and chooses alone."""
+"""Two tensor-parallel ranks: each has all queries and index keys, and chooses alone."""
 
 from __future__ import annotations
 
 import functools
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 from cute_kernels import index_decode, index_topk
 from cute_kernels.indexer import decode_op, topk_op
@@ -20,42 +19,16 @@ LENGTHS = {"cpu": [700, 65, 0], "cuda": [3000, 20_000, 130, 2049, 131_072]}
 TOPK = {"cpu": 64, "cuda": 2048}
 
 
-def run(path: str | Path, device: str) -> list[list[str]]:
-    """Starts the ranks; what each finds that another one chose otherwise, in words."""
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    ranks = [
-        context.Process(target=_rank, args=(rank, str(path), device, results), daemon=True) for rank in range(WORLD)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(120)
-    assert [process.exitcode for process in ranks] == [0] * WORLD
-    return [results.get() for _ in ranks]
-
-
-def _rank(rank: int, path: str, device: str, results: Any) -> None:
+def differences(rank: int, device: str) -> Iterator[tuple[str, list[int]]]:
+    """By call, the ranks that chose otherwise. The last rank plans for a smaller card, which is busy meanwhile."""
     torch.set_num_threads(1 + rank)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=WORLD)
-    try:
-        if device == "cuda":
-            torch.cuda.set_device(rank % torch.cuda.device_count())
-            with torch.cuda.stream(torch.cuda.Stream()):
-                results.put(_differences(rank, device))
-        else:
-            results.put(_differences(rank, device))
-    finally:
-        dist.destroy_process_group()
-
-
-def _differences(rank: int, device: str) -> list[str]:
-    """The last rank plans for a smaller card, and its card computes something else meanwhile."""
     busy = device == "cuda" and rank == WORLD - 1
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.cuda.set_stream(torch.cuda.Stream())
     if busy:
         known = memory.constants(torch.device("cuda", torch.cuda.current_device()))
         memory.constants = lambda device: known._replace(num_sms=78)
-    found = []
     for name, choose in _choices(device).items():
         for i in range(CALLS):
             if busy:
@@ -63,9 +36,8 @@ def _differences(rank: int, device: str) -> list[str]:
             chosen = choose().cpu()
             others = [torch.empty_like(chosen) for _ in range(WORLD)]
             dist.all_gather(others, chosen)
-            found += [f"{name}, call {i}, rank {n}" for n, other in enumerate(others) if not torch.equal(other, chosen)]
+            yield f"{name}, call {i}", [n for n, other in enumerate(others) if not torch.equal(other, chosen)]
     assert not busy or (topk_op._prepared and decode_op._prepared), "the kernels ran"
-    return found
 
 
 def _load() -> None:

@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 
 from fp8_mla import (
+    FORMATS,
     FP8_MAX,
     NOPE_DIM,
     NUM_SCALES,
@@ -27,6 +28,7 @@ from fp8_mla import (
     TOKEN_BYTES,
     V_DIM,
     pack,
+    write_pages,
 )
 
 POISON_BYTE: Final = 0xFF
@@ -36,8 +38,25 @@ INT32_MAX: Final = 2**31 - 1
 OUTLIER_CHANNELS: Final = (3, 77, 200, 301, 500)
 OUTLIER_FACTOR: Final = 20.0
 
+V3_2: Final = ("v3.2",)
+FORMS: Final = (
+    (("v3.2_nope",), None),
+    (("v4",), None),
+    (("v4.1",), "planar"),
+    (("v4.1",), "interleaved"),
+    (("v4.1_fp4",), "planar"),
+    (("v4.1_fp4",), "interleaved"),
+    (("v3.2", "v3.2"), None),
+    (("v3.2_nope", "v3.2_nope"), None),
+    (("v4", "v4"), None),
+    (("v4.1", "v4.1"), "planar"),
+    (("v4.1", "v4.1"), "interleaved"),
+    (("v4.1", "v4.1_fp4"), "planar"),
+    (("v4.1", "v4.1_fp4"), "interleaved"),
+)
+"""Formats of one cache or two, and `cache_layout`: all that `mla_fp8_decode` takes but one cache of V3.2."""
 SCALE_KINDS: Final = ("absmax", "power_of_two", "arbitrary", "mixed", "rare")
-"""How the scales of a cache are chosen:
+"""How the scales of one cache of V3.2 are chosen:
 
 absmax         N(0,1) latents quantized by `fp8_mla.pack`
 power_of_two   the same with every scale rounded up to a power of two: dequantization to bf16 is exact
@@ -46,6 +65,14 @@ mixed          scales from 1e-30 to 1e30, between the four tiles of a token and 
 rare           absmax, but one token in 97 has scales far above or below the others and one in 89 a huge rope part
 """
 MIXED_DECADES: Final = (30.0, -30.0, 0.0, 12.0)
+SIZE_KINDS: Final = ("absmax", "mixed", "rare")
+"""How large the quant tiles are in the caches of `FORMS`, whose scales are those of `fp8_mla.pack`:
+
+absmax  N(0,1) latents
+mixed   columns of tiles differ by up to 2^12, and within a column some tokens are up to 2^8 smaller
+rare    one token in 50 is 2^6 times the others, one in 50 is 2^-20 of them
+"""
+MIXED_EXPONENTS: Final = (0, 6, -6, 3)
 QUERY_SIZE: Final = 3.0
 """Standard deviation of the logits that a query is drawn for, at which the softmax is as peaked as in trained models.
 A kernel must score exact keys to hold a log-sum-exp within 2e-5 here: with scores summed in float32 it is off by 8e-6
@@ -151,6 +178,25 @@ def query_factor(scales: str, device: torch.device | str = "cpu", *, size: float
     return factor
 
 
+def tokens_of(n: int, name: str, gen: torch.Generator, sizes: str = "absmax") -> torch.Tensor:
+    """(n, bytes) uint8 random tokens of a format, as `fp8_mla.pack` returns them; `sizes` is one of `SIZE_KINDS`."""
+    latents = torch.randn((n, FORMATS[name].d_qk), generator=gen, dtype=torch.float32, device=gen.device)
+    drawn = _uniform((n, 1), gen)
+    if sizes == "mixed":
+        latents *= _columns(latents.shape[1], gen.device) * torch.exp2(-(8 * drawn).floor())
+    elif sizes == "rare":
+        latents *= torch.where(drawn < 0.02, 64.0, torch.where(drawn > 0.98, 2.0**-20, torch.ones_like(drawn)))
+    return pack(latents.bfloat16(), token_format=name)
+
+
+def _columns(d_qk: int, device: torch.device | str) -> torch.Tensor:
+    """(d_qk,): powers of two, each for 128 neighbouring elements."""
+    exponents = torch.tensor(MIXED_EXPONENTS, dtype=torch.float32, device=device)
+    columns = torch.ones(d_qk, dtype=torch.float32, device=device)
+    columns[:512] = torch.exp2(exponents).repeat_interleave(128)
+    return columns
+
+
 def strided(values: torch.Tensor, fill: float = float("nan")) -> torch.Tensor:
     """The same values in a larger buffer: not contiguous, last stride 1, rows aligned to 16 bytes, `fill` around."""
     shape = values.shape
@@ -233,11 +279,15 @@ class DecodeCase:
 
 def sparse_case(
     *,
+    formats: Sequence[str] = V3_2,
+    cache_layout: str | None = None,
     batch: int,
     h_q: int,
     s_q: int = 1,
     topk: int = 64,
+    extra_topk: int = 0,
     page_size: int = 64,
+    extra_page_size: int = 2,
     num_slots: int = 4096,
     scales: str = "absmax",
     outliers: bool = False,
@@ -249,43 +299,59 @@ def sparse_case(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> DecodeCase:
-    """A sparse decode whose index lists hold everything the contract allows.
+    """A sparse decode over one cache or two, whose index lists hold everything the contract allows.
 
     A quarter of the slots is poisoned. Lists are drawn with repetition from the others. With `invalid`, a tenth of the
     entries is out of range (negative, at the cache's end, the extremes of int32) and every seventh query has no valid
     entry at all. Entries past `topk_length` point at poisoned slots.
 
     Args:
+        formats: of the cache, or of both.
+        cache_layout: of both.
         batch: requests.
         h_q: query heads.
         s_q: queries of each request.
         topk: entries of each query's list.
+        extra_topk: those of its list for the second cache.
         page_size: tokens of a page.
-        num_slots: tokens of the cache, rounded up to whole pages.
-        scales: one of `SCALE_KINDS`.
-        outliers: as in `latent_tokens`.
+        extra_page_size: those of the second cache.
+        num_slots: tokens of each cache, rounded up to whole pages.
+        scales: one of `SCALE_KINDS`; of other caches than one of V3.2 one of `SIZE_KINDS`.
+        outliers: as in `latent_tokens`; of one cache of V3.2 alone.
         invalid: put invalid entries in.
         lengths: "none", or a `topk_length` per "batch" row or per "query": 0, 1, topk, more, negative, random.
         sink: "none", "finite", or "inf": finite ones with some +inf and some -inf among them.
-        padded: q, indices and the cache's pages not contiguous.
-        query_size: standard deviation of the logits.
+        padded: q, indices and the caches' pages not contiguous.
+        query_size: standard deviation of the logits, about.
         seed: of the generator.
         device: of all tensors.
     """
     gen = generator(seed, device)
-    num_pages = max(1, -(-num_slots // page_size))
-    num_slots = num_pages * page_size
-    good = torch.randperm(num_slots, generator=gen, dtype=torch.int64, device=gen.device)[: max(1, num_slots * 3 // 4)]
-    cache = _cache(num_pages, page_size, good, gen, scales=scales, outliers=outliers, padded=padded)
-    indices, topk_length = index_lists(good, num_slots, (batch, s_q, topk), gen, invalid=invalid, lengths=lengths)
-    q = _query((batch, s_q, h_q, QK_DIM), gen, scales, query_size, padded)
+    given: dict[str, Any] = {}
+    sizes = zip(("", "extra_"), formats, (topk, extra_topk), (page_size, extra_page_size), strict=False)
+    for prefix, name, width, tokens in sizes:
+        num_pages = max(1, -(-num_slots // tokens))
+        slots = num_pages * tokens
+        good = torch.randperm(slots, generator=gen, dtype=torch.int64, device=gen.device)[: max(1, slots * 3 // 4)]
+        packed = _tokens(len(good), name, formats, gen, scales, outliers)
+        indices, length = index_lists(good, slots, (batch, s_q, width), gen, invalid=invalid, lengths=lengths)
+        given |= {
+            f"{prefix}kv_cache": paged(num_pages, tokens, good, packed, name, cache_layout, padded=padded),
+            f"{prefix}indices": strided_int(indices) if padded else indices,
+            f"{prefix}topk_length": length,
+            **_named(formats, f"{prefix}cache_format", name),
+        }
     return DecodeCase(
-        q=q,
-        kv_cache=cache,
-        indices=strided_int(indices) if padded else indices,
-        topk_length=topk_length,
+        q=_query((batch, s_q, h_q), formats, gen, scales, query_size, padded),
         s_aux=sink_logits(h_q, sink, gen),
+        cache_layout=cache_layout,
+        **given,
     )
+
+
+def _named(formats: Sequence[str], argument: str, name: str) -> dict[str, str]:
+    """The argument that names a format: no call over one cache of V3.2 has to."""
+    return {} if tuple(formats) == V3_2 else {argument: name}
 
 
 def index_lists(
@@ -329,6 +395,8 @@ def index_lists(
 
 def dense_case(
     *,
+    cache_format: str = "v3.2",
+    cache_layout: str | None = None,
     seqlens: Sequence[int],
     h_q: int,
     s_q: int = 1,
@@ -342,48 +410,71 @@ def dense_case(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> DecodeCase:
-    """A dense decode over shuffled pages.
+    """A dense decode over the pages of a `block_table`.
 
-    Block tables are two entries wider than the longest sequence needs; entries past a sequence's end are garbage: out
-    of range, or another sequence's page, or a poisoned one. Slots that no sequence uses are poisoned, those at the end
-    of its last page as well.
+    Slots that no sequence uses are poisoned, those at the end of its last page as well.
 
     Args:
+        cache_format: of the cache.
+        cache_layout: of its pages.
         seqlens: tokens of each sequence, 0 allowed; their number is the batch.
         h_q: query heads.
         s_q: queries of each request.
         page_size: tokens of a page.
         causal: as the decode takes it.
-        scales: one of `SCALE_KINDS`.
-        outliers: as in `latent_tokens`.
+        scales: as in `sparse_case`, and so are `outliers` and `query_size`.
+        outliers: see there.
         sink: as in `sparse_case`.
         padded: q, block table and the cache's pages not contiguous.
-        query_size: standard deviation of the logits.
+        query_size: see there.
         seed: of the generator.
         device: of all tensors.
     """
-    gen = generator(seed, device)
-    batch, lengths = len(seqlens), torch.tensor(list(seqlens), dtype=torch.int64, device=gen.device)
-    pages_of = -(-lengths // page_size)
-    needed, spare = int(pages_of.sum()), 3
-    num_pages, width = needed + spare, int(pages_of.max()) + 2
-    shuffled = torch.randperm(num_pages, generator=gen, dtype=torch.int64, device=gen.device)
-    entries = [-1, -(2**31), num_pages, INT32_MAX, int(shuffled[0]), int(shuffled[-1])]
-    garbage = torch.tensor(entries, dtype=torch.int64, device=gen.device)
-    table = garbage[torch.randint(len(garbage), (batch, width), generator=gen, dtype=torch.int64, device=gen.device)]
-    table[torch.arange(width, dtype=torch.int64, device=gen.device) < pages_of.unsqueeze(1)] = shuffled[:needed]
-    offsets = torch.arange(width * page_size, dtype=torch.int64, device=gen.device)
+    gen, formats = generator(seed, device), (cache_format,)
+    batch, lengths = len(seqlens), torch.tensor(list(seqlens), dtype=torch.int64, device="cpu")
+    table, num_pages = block_table(lengths, page_size, gen)
+    offsets = torch.arange(table.shape[1] * page_size, dtype=torch.int64, device="cpu")
     slots = table.repeat_interleave(page_size, dim=1) * page_size + offsets % page_size
-    used = slots[offsets < lengths.unsqueeze(1)]
-    cache = _cache(num_pages, page_size, used, gen, scales=scales, outliers=outliers, padded=padded)
+    used = slots[offsets < lengths.unsqueeze(1)].to(gen.device)
+    table, lengths = table.int().to(gen.device), lengths.int().to(gen.device)
+    packed = _tokens(len(used), cache_format, formats, gen, scales, outliers)
     return DecodeCase(
-        q=_query((batch, s_q, h_q, QK_DIM), gen, scales, query_size, padded),
-        kv_cache=cache,
-        block_table=strided_int(table.int()) if padded else table.int(),
-        cache_seqlens=lengths.int(),
+        q=_query((batch, s_q, h_q), formats, gen, scales, query_size, padded),
+        kv_cache=paged(num_pages, page_size, used, packed, cache_format, cache_layout, padded=padded),
+        block_table=strided_int(table) if padded else table,
+        cache_seqlens=lengths,
         causal=causal,
         s_aux=sink_logits(h_q, sink, gen),
+        cache_layout=cache_layout,
+        **_named(formats, "cache_format", cache_format),
     )
+
+
+def block_table(
+    lengths: torch.Tensor, page_size: int, gen: torch.Generator, *, bad_entries: bool = False
+) -> tuple[torch.Tensor, int]:
+    """A table of shuffled pages, (batch, width) int64 on the CPU, and the number of pages.
+
+    It is two entries wider than the longest sequence needs. Entries past a sequence's end are garbage: out of range, or
+    another sequence's page, or one that no sequence has. With `bad_entries`, a tenth of the others is out of range.
+    """
+    pages_of = -(-lengths // page_size)
+    needed, spare = int(pages_of.sum()), 3
+    num_pages, width = needed + spare, (int(pages_of.max()) if len(lengths) else 0) + 2
+    shuffled = torch.randperm(num_pages, generator=gen, dtype=torch.int64, device=gen.device).cpu()
+    out_of_range = torch.tensor([-1, -(2**31), num_pages, num_pages + 1, INT32_MAX], dtype=torch.int64, device="cpu")
+    garbage = torch.cat([out_of_range, shuffled[[0, -1]]])
+
+    def choice(entries: torch.Tensor) -> torch.Tensor:
+        places = torch.randint(len(entries), (len(lengths), width), generator=gen, dtype=torch.int64, device=gen.device)
+        return entries[places.cpu()]
+
+    table = choice(garbage)
+    table[torch.arange(width, dtype=torch.int64, device="cpu") < pages_of.unsqueeze(1)] = shuffled[:needed]
+    if bad_entries:
+        bad = torch.rand(table.shape, generator=gen, dtype=torch.float32, device=gen.device).cpu() < 0.1
+        table = torch.where(bad, choice(out_of_range), table)
+    return table, num_pages
 
 
 def sink_logits(h_q: int, kind: str, gen: torch.Generator) -> torch.Tensor | None:
@@ -434,32 +525,52 @@ def covering_cases(factors: Mapping[str, Sequence[Hashable]], seed: int = 0) -> 
     return cases
 
 
-def _cache(
+def paged(
     num_pages: int,
     page_size: int,
     used: torch.Tensor,
-    gen: torch.Generator,
+    packed: torch.Tensor,
+    name: str,
+    cache_layout: str | None,
     *,
-    scales: str,
-    outliers: bool,
-    padded: bool,
+    padded: bool = True,
 ) -> torch.Tensor:
-    """(num_pages, page_size, 656) with random tokens in the slots of `used` and poison everywhere else.
+    """(num_pages, page_size, bytes) with tokens of a format in the slots of `used` and poison everywhere else.
 
-    Padded, a page is followed by 16 poisoned bytes, so that pages do not start where page_size * 656 says.
+    Pages are as far apart as their bytes and 16-byte alignment ask for; padded, 48 bytes further.
     """
-    page_bytes = page_size * TOKEN_BYTES
-    stride = page_bytes + 16 if padded else page_bytes
-    storage = torch.full((num_pages * stride,), POISON_BYTE, dtype=torch.uint8, device=gen.device)
-    cache = storage.as_strided((num_pages, page_size, TOKEN_BYTES), (stride, TOKEN_BYTES, 1))
-    cache[used // page_size, used % page_size] = latent_tokens(len(used), gen, scales=scales, outliers=outliers)
-    return cache
+    size = FORMATS[name].token_bytes
+    page_bytes = page_size * size
+    stride = page_bytes + -page_bytes % 16 + (48 if padded else 0)
+    memory = torch.full((num_pages, stride), POISON_BYTE, dtype=torch.uint8, device=packed.device)
+    pages = memory[:, :page_bytes].view(num_pages, page_size, size)
+    write_pages(pages, used, packed, token_format=name, cache_layout=cache_layout)
+    return pages
 
 
-def _query(shape: tuple[int, ...], gen: torch.Generator, scales: str, query_size: float, padded: bool) -> torch.Tensor:
-    factor = query_factor(scales, gen.device, size=query_size)
-    q = (torch.randn(shape, generator=gen, dtype=torch.float32, device=gen.device) * factor).bfloat16()
-    return strided(q) if padded else q
+def _tokens(
+    n: int, name: str, formats: Sequence[str], gen: torch.Generator, scales: str, outliers: bool
+) -> torch.Tensor:
+    if tuple(formats) == V3_2:
+        return latent_tokens(n, gen, scales=scales, outliers=outliers)
+    if outliers:
+        raise ValueError(f"outliers: got True, needs False for {' and '.join(formats)}")
+    return tokens_of(n, name, gen, scales)
+
+
+def _query(
+    shape: tuple[int, ...], formats: Sequence[str], gen: torch.Generator, scales: str, query_size: float, padded: bool
+) -> torch.Tensor:
+    """(*shape, d_qk), for logits of a standard deviation of about `query_size`."""
+    d_qk = FORMATS[formats[0]].d_qk
+    q = torch.randn((*shape, d_qk), generator=gen, dtype=torch.float32, device=gen.device)
+    if tuple(formats) == V3_2:
+        q *= query_factor(scales, gen.device, size=query_size)
+    else:
+        # logits of large tokens, too: a probability below 2^-31 of the largest is 0 in float16
+        q *= query_size / 64 if scales == "rare" else query_size
+        q /= _columns(d_qk, gen.device) if scales == "mixed" else 1
+    return strided(q.bfloat16()) if padded else q.bfloat16()
 
 
 def _complement(chosen: torch.Tensor, size: int) -> torch.Tensor:

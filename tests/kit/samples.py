@@ -5,7 +5,6 @@ Inputs are drawn on a device from a seed, and are as adversarial as those of `te
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from tests.kit.block_lists import listed_case
 from tests.kit.gqa_cases import FOUR_BITS, gqa_case
 from tests.kit.index_cases import index_call
 from tests.kit.mla_cases import dense_case, generator, latent_tokens, sparse_case
-from tests.kit.sink_cases import sink_case
+from tests.kit.sink_cases import SinkCase, sink_case
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -62,21 +61,42 @@ def _copy(t: torch.Tensor) -> torch.Tensor:
 # ---- inputs
 
 
+def case_of(make: Callable[..., Any], **options: Any) -> Callable[[str], dict[str, Any]]:
+    """Makes the arguments of a case of the kit; those of sink attention with the gradient of its output."""
+
+    def inputs(device: str) -> dict[str, Any]:
+        case = make(**options, device=device)
+        return {**case.arguments(), **({"d_out": case.d_out} if isinstance(case, SinkCase) else {})}
+
+    return inputs
+
+
 def _normal(shape: tuple[int, ...], seed: int, device: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(shape, generator=generator(seed, device), dtype=torch.float32, device=device).to(dtype)
 
 
-def _sparse(device: str) -> dict[str, Any]:
-    case = sparse_case(batch=3, h_q=16, s_q=2, topk=130, num_slots=512, lengths="query", sink="inf", device=device)
-    return {"q": case.q, "kv_cache": case.kv_cache, **case.options()}
-
-
-def _sparse_plain(device: str) -> dict[str, Any]:
-    return sparse_case(batch=2, h_q=128, topk=64, num_slots=256, padded=False, device=device).arguments()
-
-
-def _dense(device: str) -> dict[str, Any]:
-    return dense_case(seqlens=[70, 0, 5, 129], h_q=16, s_q=2, sink="finite", device=device).arguments()
+SPARSE = case_of(sparse_case, batch=3, h_q=16, s_q=2, topk=130, num_slots=512, lengths="query", sink="inf")
+DENSE = case_of(dense_case, seqlens=[70, 0, 5, 129], h_q=16, s_q=2, sink="finite")
+SHARES = case_of(dense_case, seqlens=[700, 3, 0, 300], h_q=64, s_q=2, padded=False)
+PAGED = case_of(
+    gqa_case, seqlens=[70, 0, 33], h_q=8, h_kv=2, layout="paged_NHD", page_size=16, kv_dtype="fp8",
+    k_scales="per_tensor", v_scales="per_head", values="wild", bad_entries=True,
+)  # fmt: skip
+X_PACKED = case_of(
+    gqa_case, seqlens=[20, 33], h_q=4, h_kv=4, layout="paged_vllm", page_size=16, kv_dtype="fp16",
+    q_dtype=torch.float16, sink="finite",
+)  # fmt: skip
+BLOCKS = case_of(
+    listed_case, seqlens=[200, 90, 0], h_q=8, h_kv=2, s_q=2, d=64, layout="paged_HND", page_size=128, n=3
+)  # fmt: skip
+CONTIGUOUS = case_of(
+    gqa_case, seqlens=[40, 40], h_q=8, h_kv=2, s_q=2, d=64, whole=True, window=17, softcap=20.0, alibi="batch",
+    sink="inf",
+)  # fmt: skip
+LONG = case_of(gqa_case, seqlens=[700, 3, 64, 300], h_q=8, h_kv=2, layout="paged_NHD", padded=False)
+SINK = case_of(sink_case, lengths=[(9, 13)] * 2, window=5, sinks="extreme")
+SINK_PACKED = case_of(sink_case, lengths=[(9, 13), (0, 3), (12, 7)], d=128, dtype=torch.float16, packed=True)
+SINK_LONG = case_of(sink_case, lengths=[(200, 260)] * 2, padded=False)
 
 
 def _mla_append(device: str) -> dict[str, Any]:
@@ -104,59 +124,29 @@ def _index_topk(device: str) -> dict[str, Any]:
     return {"logits": logits, "lengths": lengths, "topk": 128, "block_table": table, "page_size": 16}
 
 
-def _gqa_contiguous(device: str) -> dict[str, Any]:
-    return gqa_case(
-        seqlens=[40, 40], h_q=8, h_kv=2, s_q=2, d=64, whole=True, window=17, softcap=20.0, alibi="batch", sink="inf",
-        device=device,
-    ).arguments()  # fmt: skip
+CACHES = ("k_cache", "v_cache", "k_scale", "v_scale")
 
 
-def _gqa_paged(device: str) -> dict[str, Any]:
-    return gqa_case(
-        seqlens=[70, 0, 33], h_q=8, h_kv=2, layout="paged_NHD", page_size=16, kv_dtype="fp8", k_scales="per_tensor",
-        v_scales="per_head", values="wild", bad_entries=True, device=device,
-    ).arguments()  # fmt: skip
+def _kv_append(**options: Any) -> Callable[[str], dict[str, Any]]:
+    """New tokens for the caches of a `gqa_case`."""
+
+    def inputs(device: str) -> dict[str, Any]:
+        case = gqa_case(seqlens=[20, 33], h_q=2, h_kv=2, d=64, **options, device=device)
+        k, v = _normal((2, 4, 2, 64), 5, device).unbind()
+        slots = torch.tensor([3, -1, 40, 41], dtype=torch.int64, device=device)
+        kind = {} if case.kind is None else {"kind": case.kind}
+        caches = {name: getattr(case, name) for name in CACHES}
+        return {"k": k, "v": v, **caches, "slot_mapping": slots, "layout": "BNSH", **kind}
+
+    return inputs
 
 
-def _gqa_vllm(device: str) -> dict[str, Any]:
-    return gqa_case(
-        seqlens=[20, 33], h_q=4, h_kv=4, layout="paged_vllm", page_size=16, kv_dtype="fp16", q_dtype=torch.float16,
-        sink="finite", device=device,
-    ).arguments()  # fmt: skip
+OWN_SCALES = _kv_append(k_scales="per_token", v_scales="per_group_32", scale_dtype=torch.float16)
 
 
-def _gqa_four_bits(kind: str, device: str) -> dict[str, Any]:
-    return gqa_case(
-        seqlens=[40, 90], h_q=8, h_kv=2, d=64, kv_dtype=kind, starts=[0, 7], device=device
-    ).arguments()  # fmt: skip
-
-
-def _gqa_blocks(device: str) -> dict[str, Any]:
-    return listed_case(
-        seqlens=[200, 90, 0], h_q=8, h_kv=2, s_q=2, d=64, layout="paged_HND", page_size=128, n=3, device=device
-    ).arguments()  # fmt: skip
-
-
-def _kv_append(device: str) -> dict[str, Any]:
-    case = gqa_case(
-        seqlens=[20, 33], h_q=2, h_kv=2, d=64, k_scales="per_token", v_scales="per_group_32",
-        scale_dtype=torch.float16, device=device,
-    )  # fmt: skip
-    k, v = _normal((2, 4, 2, 64), 5, device).unbind()
-    slots = torch.tensor([3, -1, 40, 41], dtype=torch.int64, device=device)
-    caches = {name: getattr(case, name) for name in ("k_cache", "v_cache", "k_scale", "v_scale")}
-    return {"k": k, "v": v, **caches, "slot_mapping": slots, "layout": "BNSH"}
-
-
-def _kv_append_four_bits(kind: str, device: str) -> dict[str, Any]:
-    case = gqa_case(seqlens=[20, 33], h_q=2, h_kv=2, d=64, kv_dtype=kind, device=device)
-    caches = {name: getattr(case, name) for name in ("k_cache", "v_cache", "k_scale", "v_scale")}
-    return {**_kv_append(device), **caches, "kind": kind}
-
-
-def _kv_append_given(device: str) -> dict[str, Any]:
+def _given_scales(device: str) -> dict[str, Any]:
     ones = torch.full((2,), 0.02, dtype=torch.float32, device=device)
-    return {**_kv_append(device), "k_scale": ones, "v_scale": ones[0].clone()}
+    return {**OWN_SCALES(device), "k_scale": ones, "v_scale": ones[0].clone()}
 
 
 def _states(device: str) -> dict[str, Any]:
@@ -168,21 +158,11 @@ def _states(device: str) -> dict[str, Any]:
     return {"outs": outs, "lses": lses, "s_aux": _normal((8,), 8, device, torch.float32)}
 
 
-def _sink(device: str) -> dict[str, Any]:
-    case = sink_case([(9, 13)] * 2, window=5, sinks="extreme", device=device)
-    return {**case.arguments(), "d_out": case.d_out}
-
-
 def _sink_backward(device: str) -> dict[str, Any]:
     case = sink_case([(9, 13), (0, 3), (12, 7)], packed=True, window=5, device=device)
     out, lse = reference_sink_attention(**case.arguments())
     rows = {"dout": case.d_out, "out": out.to(case.q.dtype), "lse": lse.float()}
     return {**case.arguments(), **rows, "deterministic": True}
-
-
-def _sink_packed(device: str) -> dict[str, Any]:
-    case = sink_case([(9, 13), (0, 3), (12, 7)], d=128, dtype=torch.float16, packed=True, device=device)
-    return {**case.arguments(), "d_out": case.d_out}
 
 
 def _split(device: str) -> dict[str, Any]:
@@ -191,28 +171,8 @@ def _split(device: str) -> dict[str, Any]:
     return {**case.arguments(), "num_splits": 32, "out": out.tensor, "lse": lse.tensor}
 
 
-def _shares(device: str) -> dict[str, Any]:
-    return dense_case(seqlens=[700, 3, 0, 300], h_q=64, s_q=2, padded=False, device=device).arguments()
-
-
-def _gqa_long(device: str) -> dict[str, Any]:
-    return gqa_case(
-        seqlens=[700, 3, 64, 300], h_q=8, h_kv=2, layout="paged_NHD", padded=False, device=device
-    ).arguments()  # fmt: skip
-
-
-def _sink_long(device: str) -> dict[str, Any]:
-    case = sink_case([(200, 260)] * 2, padded=False, device=device)
-    return {**case.arguments(), "d_out": case.d_out}
-
-
-def _sink_decoded(device: str) -> dict[str, Any]:
-    case = sink_case([(1, 260)] * 2, padded=False, device=device)
-    return {**case.arguments(), "d_out": case.d_out}
-
-
 def _flash(device: str) -> dict[str, Any]:
-    call = _sparse(device)
+    call = SPARSE(device)
     return {
         "q": call["q"], "k_cache": call["kv_cache"].unsqueeze(2), "indices": call["indices"],
         "topk_length": call["topk_length"][:, 0].contiguous(), "attn_sink": call["s_aux"],
@@ -220,7 +180,7 @@ def _flash(device: str) -> dict[str, Any]:
 
 
 def _flash_dense(device: str) -> dict[str, Any]:
-    call = _dense(device)
+    call = DENSE(device)
     return {
         "q": call["q"], "k_cache": call["kv_cache"].unsqueeze(2), "block_table": call["block_table"],
         "cache_seqlens": call["cache_seqlens"],
@@ -230,51 +190,16 @@ def _flash_dense(device: str) -> dict[str, Any]:
 # ---- calls
 
 
-def _tensors(results: torch.Tensor | Tensors) -> Tensors:
-    return results if isinstance(results, tuple) else (results,)
+def calling(function: Callable[..., Any], *written: str, **options: Any) -> Callable[..., Tensors]:
+    """Calls a function with options, and returns its results, or copies of the arguments that it writes."""
 
+    def run(d_out: torch.Tensor | None = None, **call: Any) -> Tensors:
+        results = function(**call, **options)
+        if written:
+            return tuple(call[name].clone() for name in written)
+        return results if isinstance(results, tuple) else (results,)
 
-def _decode_mla(**call: Any) -> Tensors:
-    return _tensors(mla_fp8_decode(**call, return_lse=True))
-
-
-def _decode_mla_alone(**call: Any) -> Tensors:
-    return _tensors(mla_fp8_decode(**call, num_splits=3))
-
-
-def _append_mla(**call: Any) -> Tensors:
-    mla_fp8_append(**call)
-    return (call["kv_cache"].clone(),)
-
-
-def _append_index(**call: Any) -> Tensors:
-    index_append(**call)
-    return (call["k_cache"].clone(),)
-
-
-def _choose_keys(**call: Any) -> Tensors:
-    return _tensors(index_decode(**call))
-
-
-def _choose(**call: Any) -> Tensors:
-    return _tensors(index_topk(**call))
-
-
-def _decode_gqa(**call: Any) -> Tensors:
-    return _tensors(gqa_decode(**call, return_lse=True))
-
-
-def _decode_gqa_alone(**call: Any) -> Tensors:
-    return _tensors(gqa_decode(**call, num_splits=2))
-
-
-def _append_kv(**call: Any) -> Tensors:
-    (kv_append if "kind" in call else kv_int8_append)(**call)
-    return tuple(call[name].clone() for name in ("k_cache", "v_cache", "k_scale", "v_scale"))
-
-
-def _attend(d_out: torch.Tensor, **call: Any) -> Tensors:
-    return _tensors(sink_attention(**call, return_lse=True))
+    return run
 
 
 def _attend_with_gradients(d_out: torch.Tensor, **call: Any) -> Tensors:
@@ -305,40 +230,52 @@ def _decode_flash_dense(**call: Any) -> Tensors:
     return out, lse, schedule, num_splits
 
 
+_mla = calling(mla_fp8_decode, return_lse=True)
+_mla_splits = calling(mla_fp8_decode, num_splits=3)
+_gqa = calling(gqa_decode, return_lse=True)
+_gqa_splits = calling(gqa_decode, num_splits=2)
+_sink = calling(sink_attention, return_lse=True)
 SAMPLES = {
-    "mla_fp8_decode, sparse": Sample(_sparse, _decode_mla),
-    "mla_fp8_decode, sparse, no lse": Sample(_sparse_plain, _decode_mla_alone),
-    "mla_fp8_decode, dense": Sample(_dense, _decode_mla),
-    "mla_fp8_append": Sample(_mla_append, _append_mla),
-    "index_append": Sample(_index_append, _append_index),
-    "index_decode": Sample(_index_decode, _choose_keys),
-    "index_topk": Sample(_index_topk, _choose),
-    "gqa_decode, contiguous": Sample(_gqa_contiguous, _decode_gqa),
-    "gqa_decode, paged": Sample(_gqa_paged, _decode_gqa_alone),
-    "gqa_decode, paged_vllm": Sample(_gqa_vllm, _decode_gqa),
-    **{f"gqa_decode, {kind}": Sample(partial(_gqa_four_bits, kind), _decode_gqa) for kind in FOUR_BITS},
-    "gqa_decode, blocks": Sample(_gqa_blocks, _decode_gqa),
-    "kv_int8_append, own scales": Sample(_kv_append, _append_kv),
-    "kv_int8_append, given scales": Sample(_kv_append_given, _append_kv),
-    **{f"kv_append, {kind}": Sample(partial(_kv_append_four_bits, kind), _append_kv) for kind in FOUR_BITS},
-    "merge_states": Sample(_states, merge_states),
-    "sink_attention": Sample(_sink, _attend),
-    "sink_attention, gradients": Sample(_sink, _attend_with_gradients, backward=True),
-    "sink_attention_backward": Sample(_sink_backward, lambda **call: _tensors(sink_attention_backward(**call))),
-    "sink_attention, packed": Sample(_sink_packed, _attend),
-    "sink_attention, packed, gradients": Sample(_sink_packed, _attend_with_gradients, backward=True),
+    "mla_fp8_decode, sparse": Sample(SPARSE, _mla),
+    "mla_fp8_decode, sparse, no lse": Sample(
+        case_of(sparse_case, batch=2, h_q=128, topk=64, num_slots=256, padded=False), _mla_splits
+    ),
+    "mla_fp8_decode, dense": Sample(DENSE, _mla),
+    "mla_fp8_append": Sample(_mla_append, calling(mla_fp8_append, "kv_cache")),
+    "index_append": Sample(_index_append, calling(index_append, "k_cache")),
+    "index_decode": Sample(_index_decode, calling(index_decode)),
+    "index_topk": Sample(_index_topk, calling(index_topk)),
+    "gqa_decode, contiguous": Sample(CONTIGUOUS, _gqa),
+    "gqa_decode, paged": Sample(PAGED, _gqa_splits),
+    "gqa_decode, paged_vllm": Sample(X_PACKED, _gqa),
+    **{
+        f"gqa_decode, {kind}": Sample(
+            case_of(gqa_case, seqlens=[40, 90], h_q=8, h_kv=2, d=64, kv_dtype=kind, starts=[0, 7]), _gqa
+        )
+        for kind in FOUR_BITS
+    },
+    "gqa_decode, blocks": Sample(BLOCKS, _gqa),
+    "kv_int8_append, own scales": Sample(OWN_SCALES, calling(kv_int8_append, *CACHES)),
+    "kv_int8_append, given scales": Sample(_given_scales, calling(kv_int8_append, *CACHES)),
+    **{f"kv_append, {kind}": Sample(_kv_append(kv_dtype=kind), calling(kv_append, *CACHES)) for kind in FOUR_BITS},
+    "merge_states": Sample(_states, calling(merge_states)),
+    "sink_attention": Sample(SINK, _sink),
+    "sink_attention, gradients": Sample(SINK, _attend_with_gradients, backward=True),
+    "sink_attention_backward": Sample(_sink_backward, calling(sink_attention_backward)),
+    "sink_attention, packed": Sample(SINK_PACKED, _sink),
+    "sink_attention, packed, gradients": Sample(SINK_PACKED, _attend_with_gradients, backward=True),
     "flash_mla_with_kvcache, sparse": Sample(_flash, _decode_flash),
     "flash_mla_with_kvcache, dense": Sample(_flash_dense, _decode_flash_dense),
 }
 
 LONG_SAMPLES = {
-    "mla_fp8_decode, 32 splits": Sample(_split, _decode_mla),
-    "mla_fp8_decode, shares": Sample(_shares, _decode_mla),
-    "mla_fp8_decode, dense splits": Sample(_shares, _decode_mla_alone),
-    "gqa_decode, planned": Sample(_gqa_long, _decode_gqa),
-    "gqa_decode, splits": Sample(_gqa_long, _decode_gqa_alone),
-    "sink_attention, long": Sample(_sink_long, _attend),
-    "sink_attention, long, gradients": Sample(_sink_long, _attend_with_gradients, backward=True),
-    "sink_attention, decoded": Sample(_sink_decoded, _attend),
+    "mla_fp8_decode, 32 splits": Sample(_split, _mla),
+    "mla_fp8_decode, shares": Sample(SHARES, _mla),
+    "mla_fp8_decode, dense splits": Sample(SHARES, _mla_splits),
+    "gqa_decode, planned": Sample(LONG, _gqa),
+    "gqa_decode, splits": Sample(LONG, _gqa_splits),
+    "sink_attention, long": Sample(SINK_LONG, _sink),
+    "sink_attention, long, gradients": Sample(SINK_LONG, _attend_with_gradients, backward=True),
+    "sink_attention, decoded": Sample(case_of(sink_case, lengths=[(1, 260)] * 2, padded=False), _sink),
 }
 """Calls with partial results and several tiles, which are for GPUs: plain torch takes long for them."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cute_kernels.distributed import context_parallel_decode, symmetric
-from tests.kit import context_workers, peer_ranks
+from tests.kit import context_workers, processes
 from tests.kit.context_workers import CASES, same_bits
 from tests.kit.peer_ranks import Partials, own_heads, partials
 
@@ -76,15 +76,12 @@ def a_rank_never_calls(rank: int) -> list[tuple[str, Any]]:
     return [("said", said)]
 
 
-def work(rank: int, world_size: int, timeout: float, store: str, task: str, backend: str, reports: Any) -> None:
-    """As `context_workers.work`, with all ranks on the first GPU."""
+def work(rank: int, *arguments: Any) -> None:
+    """As `processes.work`, with all ranks on the first GPU."""
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # one device twice in a multicast object is an error
-    context_workers.TASKS.update(
-        everything=everything, a_rank_never_calls=a_rank_never_calls, kernel_alone=peer_ranks.kernel_alone
-    )
     torch.cuda.set_device(0)
-    context_workers.work(rank, world_size, timeout, store, task, backend, reports)
+    processes.work(rank, *arguments)
 
 
 # ---- parts of them

@@ -7,8 +7,7 @@ import dataclasses
 import torch
 
 from fp8_mla import reference_decode
-from tests.kit.latent_cases import latent_case
-from tests.kit.mla_cases import DecodeCase
+from tests.kit.mla_cases import DecodeCase, sparse_case
 
 REAL_HEADS = (8, 16, 64, 128)
 TOKENS = 5
@@ -56,7 +55,7 @@ def v4_call(heads: int, extra: bool = True, plain: bool = False, device: str = "
     """
     padded = 64 if heads <= 64 else 128
     formats = ("v4", "v4") if extra else ("v4",)
-    case = latent_case(
+    case = sparse_case(
         formats=formats, batch=TOKENS, h_q=padded, topk=64, extra_topk=128, num_slots=512, sink="finite",
         invalid=not plain, lengths="none" if plain else "batch", padded=False, device=device,
     )  # fmt: skip

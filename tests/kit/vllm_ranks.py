@@ -1,10 +1,10 @@
-"""Two processes of a gloo group that share requests' keys as ranks of vLLM do, and what each finds wrong."""
+"""Two ranks that share requests' keys as those of vLLM do, and how far off each finds what they attend to."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -73,26 +73,13 @@ def attended(ranks: Ranks, batch: Batch, cache_dtype: str, s_aux: torch.Tensor |
     return out
 
 
-def wrong(rank: int) -> list[str]:
-    """What this rank finds wrong in all cases, in words."""
-    found = []
+def errors(rank: int) -> Iterator[tuple[str, float]]:
+    """By case, how many times as large as it may be the error is."""
     cases: Any = itertools.product(BATCHES, LIMITS, (1, 4), (False, True))
     for kind, cache_dtype, interleave, sinks in cases:
-        ranks = Ranks(WORLD, rank, interleave, functools.partial(gathered), dist.group.WORLD)
+        ranks = Ranks(WORLD, rank, interleave, gathered, dist.group.WORLD)
         batch = one_head(draw_batch(*BATCHES[kind], PAGE))
         s_aux = torch.linspace(-1, 3, HEADS, dtype=torch.float32, device="cpu") if sinks else None
         out = gathered(attended(ranks, batch, cache_dtype, s_aux, kind == "decode"), dim=1)
         error = batch.error(out, None, s_aux)
-        if not error < LIMITS[cache_dtype]:
-            found.append(f"{kind}, {cache_dtype}, interleave {interleave}, sinks {sinks}: {error:.1e}")
-    return found
-
-
-def run(rank: int, path: str, results: Any) -> None:
-    """One rank."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=WORLD)
-    try:
-        results.put(wrong(rank))
-    finally:
-        dist.destroy_process_group()
+        yield f"{kind}, {cache_dtype}, interleave {interleave}, sinks {sinks}", error / LIMITS[cache_dtype]

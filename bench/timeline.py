@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 import cute_kernels
-from bench import mla
+from bench import mla, svg
 from cute_kernels.mla.spec import EVENTS, ROLES, MlaDecodeSpec
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.sources import parameters
@@ -109,27 +109,20 @@ def measure(device: str = "cuda") -> list[Step]:
 
 def draw(found: Sequence[Step], folder: pathlib.Path, card: str) -> list[str]:
     """Writes trace.svg, a row for each role; returns the names of what was written: none without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        return []
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(12, 3.6))
-    for event, colour in COLOURS.items():
-        for row, role in enumerate(ROLES):
-            bars = [(s.start_ns, s.end_ns - s.start_ns) for s in found if (s.role, s.event) == (role, event)]
-            axis.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour)
-        axis.broken_barh([], (0, 0), facecolors=colour, label=event)
-    axis.set_yticks(range(len(ROLES)), ROLES)
-    axis.invert_yaxis()
-    axis.set_xlabel("ns since the CTA started")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=len(COLOURS))
-    axis.set_title(f"One CTA of {CASE.name}, on {card}", fontsize=10)
-    figure.tight_layout()
-    folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / "trace.svg", format="svg")
-    plt.close(figure)
-    return ["trace.svg"]
+    def plot(plt: Any) -> Any:
+        figure, axis = plt.subplots(figsize=(12, 3.6))
+        for event, colour in COLOURS.items():
+            for row, role in enumerate(ROLES):
+                bars = [(s.start_ns, s.end_ns - s.start_ns) for s in found if (s.role, s.event) == (role, event)]
+                axis.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour)
+            axis.broken_barh([], (0, 0), facecolors=colour, label=event)
+        axis.set_yticks(range(len(ROLES)), ROLES)
+        axis.invert_yaxis()
+        axis.set_xlabel("ns since the CTA started")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=len(COLOURS))
+        axis.set_title(f"One CTA of {CASE.name}, on {card}", fontsize=10)
+        return figure
+
+    return svg.write({"trace.svg": plot}, folder)

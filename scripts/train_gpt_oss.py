@@ -1,12 +1,13 @@
 """Train a small gpt-oss of transformers on packed text: eager attention beside "cute".
 
-    python scripts/train_gpt_oss.py                         losses of both, on a CPU or a GPU
+    python scripts/train_gpt_oss.py                         loss curves of both, on a CPU or a GPU
     python scripts/train_gpt_oss.py --measure 4096 16384    time and memory of a training step on a GPU
+    python scripts/train_gpt_oss.py --page FILE FILE        puts what such runs have written to --out into the page
 
 The text is Python's documentation, as the standard library has it (`pydoc_data.topics`), a document for each topic and
 a token for each byte. Sequences are packed without padding. Eager attention gets the mask of tokens x tokens that
 transformers' gpt-oss does not make of packed positions; flex attention gets a block mask. docs/users/training.md has
-what was found.
+the page.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ from pydoc_data.topics import topics
 from typing import Any, Final, NamedTuple
 
 import torch
+
+from bench import svg
+
+ROOT: Final = Path(__file__).resolve().parents[1]
 
 VOCABULARY: Final = 256
 TOGETHER: Final = 20
@@ -182,24 +187,85 @@ def measure(attention: str, tokens: int) -> dict[str, Any]:
     return case
 
 
-def apart(losses: list[float], others: list[float]) -> str:
-    """How far the losses of two attentions are apart, in words."""
-    differences = [abs(a - b) for a, b in zip(losses, others, strict=True)]
+def curves(found: dict[str, Any], plt: Any) -> Any:
+    """The loss of every step, and how far the two attentions are apart."""
+    figure, (axis, below) = plt.subplots(2, 1, figsize=(7, 4.6), height_ratios=[3, 1], sharex=True)
+    for (attention, losses), color, width in zip(found["losses"].items(), ("#cbd5e0", "#2b6cb0"), (4, 1), strict=True):
+        axis.plot(losses, label=attention, color=color, linewidth=width)
+    one, other = found["losses"].values()
+    below.plot([a - b for a, b in zip(one, other, strict=True)], color="#4a5568", linewidth=0.8)
+    axis.set_ylabel("loss, nats a byte")
+    below.set_ylabel("difference")
+    below.set_xlabel(f"step of {found['tokens']} packed tokens")
+    for part in (axis, below):
+        part.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    return figure
+
+
+def filled(page: str, name: str, text: str) -> str:
+    """The page with another text between the marks of a name."""
+    begin, end = (f"<!-- training:{name}:{mark} -->" for mark in ("begin", "end"))
+    before, _, rest = page.partition(begin)
+    return f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}"
+
+
+def in_words(found: dict[str, Any]) -> str:
+    """How close the losses of two attentions are, and the plot."""
+    (one, losses), (other, others) = found["losses"].items()
+    apart = [abs(a - b) for a, b in zip(losses, others, strict=True)]
+    last = [sum(values[-10:]) / len(values[-10:]) for values in (losses, others)]
     return (
-        f"the first {TOGETHER} steps differ by at most {max(differences[:TOGETHER]):.1e}, "
-        f"all by {sum(differences) / len(differences):.1e} on average"
+        f"![loss of every step with {one} attention and with {other}](../img/training_loss.svg)\n\n"
+        f"On {found['card']} the mean loss of the last 10 of {len(losses)} steps is {last[0]:.4f} with {one} attention"
+        f" and {last[1]:.4f} with {other}. The losses of the first {TOGETHER} steps differ by at most"
+        f" {max(apart[:TOGETHER]):.1e}; later ones by {sum(apart) / len(apart):.1e} on average, because a token near"
+        " the border of two experts may go to the other one, and the runs then have different weights."
     )
 
 
+def table(found: list[dict[str, Any]]) -> str:
+    """Time and memory of steps, a row for each number of tokens."""
+    cases = {(case["tokens"], case["attention"]): case for one in found for case in one["cases"]}
+    names = list(dict.fromkeys(name for _, name in cases))
+    columns = ("attention, ms", "step, ms", "GiB")
+    rows = [f"| {found[0]['card']}: packed tokens | " + " | ".join(f"{n}: {c}" for n in names for c in columns) + " |"]
+    rows.append("| ---: |" + " ---: |" * (len(columns) * len(names)))
+    for tokens in sorted({tokens for tokens, _ in cases}):
+        own = [cases.get((tokens, name), {"failed": "-"}) for name in names]
+        cells = [str(case.get(key, case.get("failed"))) for case in own for key in ("attention_ms", "ms", "GiB")]
+        rows.append(f"| {tokens} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def fill_page(files: list[Path]) -> None:
+    """Writes the plot and docs/users/training.md from results of earlier runs."""
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    path = ROOT / "docs" / "users" / "training.md"
+    page = path.read_text(encoding="utf-8")
+    for found in results:
+        if "losses" in found:
+            page = filled(page, "curves", in_words(found))
+            svg.write({"training_loss.svg": functools.partial(curves, found)}, ROOT / "docs" / "img")
+    measured = [found for found in results if "cases" in found]
+    if measured:
+        page = filled(page, "steps", table(measured))
+    path.write_text(page, encoding="utf-8")
+
+
 def main() -> None:
-    """Trains or measures."""
+    """Trains, measures or fills the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="training steps (200)")
     parser.add_argument("--tokens", type=int, default=4096, help="packed tokens of a step (4096)")
     parser.add_argument("--measure", type=int, nargs="+", metavar="TOKENS", help="measure steps of so many tokens")
     parser.add_argument("--attentions", nargs="+", default=["eager", "cute"], help="of transformers (eager cute)")
     parser.add_argument("--out", type=Path, default=Path("build/train_gpt_oss.json"), help="where results go")
+    parser.add_argument("--page", type=Path, nargs="+", metavar="FILE", help="fill the page from results, and stop")
     options = parser.parse_args()
+    if options.page:
+        fill_page(options.page)
+        return
     options.out.parent.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if options.measure:
@@ -217,8 +283,6 @@ def main() -> None:
             found["losses"][attention] = losses
             last = losses[-min(10, len(losses)) :]
             print(f"{attention}: loss {losses[0]:.4f} at first, {sum(last) / len(last):.4f} at last", flush=True)
-            if attention != options.attentions[0]:
-                print(apart(found["losses"][options.attentions[0]], losses), flush=True)
     options.out.write_text(json.dumps(found) + "\n")
 
 

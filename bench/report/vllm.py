@@ -1,4 +1,4 @@
-"""Tables of vLLM, from what scripts/vllm_check.py wrote."""
+"""Tables and the plot of vLLM, from what scripts/vllm_check.py wrote."""
 
 from __future__ import annotations
 
@@ -362,3 +362,68 @@ def _of_card(found: Found) -> Iterator[list[str]]:
             yield [f"**{title}**"]
             yield lines
     yield wrong(found)
+
+
+COLOURS = {1: "#63b3ed", 16: "#2b6cb0", 64: "#c05621"}
+
+
+def speed_plot(found: Found, plt: Any) -> Any:
+    """Milliseconds per token over context, a panel for each pair, ours as lines and the other's dashed."""
+    made = [row for row in rows(found) if row.ours.get("ms") and row.theirs.get("ms")]
+    panels = list(dict.fromkeys((row.cache, row.other) for row in made))
+    if not panels:
+        return None
+    figure, axes = plt.subplots(1, len(panels), figsize=(3.4 * len(panels), 3.8), sharey=True, squeeze=False)
+    for axis, panel in zip(axes[0], panels, strict=True):
+        shown = [row for row in made if (row.cache, row.other) == panel]
+        for batch in sorted({row.batch for row in shown}):
+            line = [row for row in shown if row.batch == batch]
+            contexts, colour = [row.context for row in line], COLOURS.get(batch, "#4a5568")
+            axis.plot(contexts, [row.ours["ms"] for row in line], "o-", markersize=4, linewidth=1, color=colour,
+                      label=f"batch {batch}")  # fmt: skip
+            axis.plot(contexts, [row.theirs["ms"] for row in line], "s--", markersize=4, linewidth=1, color=colour)
+        ticks = sorted({row.context for row in shown})
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(ticks, [f"{context // 1024}k" if context >= 1024 else str(context) for context in ticks])
+        axis.set_title(f"{panel[0]}\ndashed: {panel[1]}", fontsize=9)
+        axis.set_xlabel("context", fontsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("ms a token")
+    axes[0][0].legend(frameon=False, fontsize=8)
+    layers = found["speed"]["layers"]
+    figure.suptitle(f"vLLM, {layers} layers of Llama 3 8B on {found['card']}, {found['date']}", fontsize=9)
+    return figure
+
+
+def steps_plot(found: Found, plt: Any) -> Any:
+    """Milliseconds of a step's kernels by share, ours beside vLLM's own, a panel for each number of heads."""
+    pairs = [pair for pair in step_pairs(found) if pair[1]["family"] == "normal"]
+    pairs = [(heads, a, b) for heads, a, b in pairs if "shares_ms" in a and "shares_ms" in b]
+    panels = sorted({heads for heads, *_ in pairs}, key=int)
+    if not panels:
+        return None
+    figure, axes = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 3.8), squeeze=False)
+    for axis, panel in zip(axes[0], panels, strict=True):
+        shown = sorted((p for p in pairs if p[0] == panel), key=lambda p: (p[1]["context"], p[1]["batch"]))
+        for shift, cases in ((-0.2, [ours for _, ours, _ in shown]), (0.2, [theirs for *_, theirs in shown])):
+            places, bottom = [i + shift for i in range(len(shown))], [0.0] * len(shown)
+            for name, colour in zip(SHARES, ("#2b6cb0", "#c05621", "#dd9a6b", "#4a5568", "#e2e8f0"), strict=True):
+                parts = [case["shares_ms"][name] for case in cases]
+                axis.bar(places, parts, 0.36, bottom=bottom, color=colour, label=name if shift < 0 else None)
+                bottom = [a + b for a, b in zip(bottom, parts, strict=True)]
+        labels = [f"{ours['batch']} x {ours['context'] // 1024}k" for _, ours, _ in shown]
+        axis.set_xticks(range(len(shown)), labels, fontsize=7, rotation=45)
+        axis.set_title(f"{panel} heads: ours, then FlashMLA", fontsize=9)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("ms of kernels a step")
+    axes[0][0].legend(frameon=False, fontsize=8)
+    figure.suptitle(f"vLLM, {found['mla-steps']['layers']} layers of DeepSeek-V3.2 on {found['card']}", fontsize=9)
+    return figure
+
+
+PLOTS: dict[str, tuple[str, Callable[[Found, Any], Any]]] = {
+    "vllm_speed.svg": ("speed", speed_plot),
+    "vllm_mla_steps.svg": ("mla-steps", steps_plot),
+}
+"""Plots in docs/img: the part of a run that each shows, and what draws it from the first run that has the part."""

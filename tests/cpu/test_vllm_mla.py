@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import vllm_choices, vllm_engine, vllm_mla
+from bench import svg, vllm_choices, vllm_engine, vllm_mla
 from bench.report import vllm
 from fp8_mla import unpack
 from tests.kit import tiny_models
@@ -329,3 +329,12 @@ def test_the_tables_show_both_engines() -> None:
     assert "64 x 8192 | 3 |" not in text, "it has no pair"
     assert "started in 12 to 31 s. 8000 tokens came from the cache. 30 of 900 drafts were taken." in text
     assert vllm.mla([{}]) == []
+
+
+def test_the_plot_of_a_step_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    drawn = svg.write({n: (lambda plt: vllm.steps_plot(made_up(), plt)) for n in ("a.svg", "b.svg")}, tmp_path)
+    assert drawn == ["a.svg", "b.svg"]
+    text = (tmp_path / "a.svg").read_text()
+    assert text == (tmp_path / "b.svg").read_text() and "16 heads: ours, then FlashMLA" in text
+    assert svg.write({"c.svg": lambda plt: vllm.steps_plot({}, plt)}, tmp_path) == []

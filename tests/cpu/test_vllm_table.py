@@ -1,8 +1,10 @@
-"""Tables of vLLM from a made-up run of scripts/vllm_check.py."""
+"""Tables and plots of vLLM from a made-up run of scripts/vllm_check.py."""
 
 import json
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from bench.report import pages, vllm
 
@@ -115,3 +117,18 @@ def test_records_are_read_from_disk(tmp_path: Path) -> None:
     found = pages.read(tmp_path)
     assert found.cards == found.ranks == [] and "| 64 x 8192 | 4 | 10 |" in pages.render(found, "vllm")
     assert pages.render(found, "mla") == pages.NO_CASES
+
+
+def test_the_plot_is_the_same_each_time(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    from functools import partial
+
+    from bench import svg
+
+    texts = []
+    for _ in range(2):
+        assert svg.write({"a.svg": partial(vllm.speed_plot, made_up())}, tmp_path) == ["a.svg"]
+        texts.append((tmp_path / "a.svg").read_text())
+    assert texts[0] == texts[1]
+    assert "int8_per_token_head" in texts[0] and "dashed: FlashAttention 3" in texts[0]
+    assert svg.write({"b.svg": partial(vllm.speed_plot, {"speed": {}})}, tmp_path) == []

@@ -21,6 +21,7 @@ import torch
 
 from cute_kernels import gqa_decode, mla_fp8_decode
 from cute_kernels.gqa import plan as gqa_plan
+from cute_kernels.gqa.blocks_plan import DecodeShape
 from cute_kernels.gqa.codes import KINDS, ROTATED_KINDS
 from cute_kernels.gqa.layouts import LAYOUTS, X_PACKED, CacheSizes
 from cute_kernels.gqa.spec import GqaDecodeSpec
@@ -126,15 +127,13 @@ class GqaRow:
     def spec(self) -> GqaDecodeSpec:
         """The kernel of the row on a card of `NUM_SMS`."""
         kv_dtype = _DTYPES_OF_SPEC.get(self.kv_dtype) or KINDS[self.kv_dtype][0]
+        sizes = CacheSizes(self.batch, self.page_size, self.h_kv, self.d)
         return gqa_plan.choose_spec(
-            LAYOUTS[self.layout],
-            CacheSizes(self.batch, self.page_size, self.h_kv, self.d),
-            q_shape=(self.batch, self.s_q, self.ratio * self.h_kv),
+            DecodeShape(LAYOUTS[self.layout], sizes, (self.batch, self.s_q, self.ratio * self.h_kv), self.capacity()),
+            (SCALE_NAMES.get(self.k_scales), SCALE_NAMES.get(self.v_scales)),
             q_dtype=_DTYPES_OF_SPEC[self.q_dtype],
             kv_dtype=kv_dtype,
-            kinds=(SCALE_NAMES.get(self.k_scales), SCALE_NAMES.get(self.v_scales)),
             scale_dtype="float32" if self.scale_dtype == "none" else self.scale_dtype,
-            max_keys=self.capacity(),
             num_sms=NUM_SMS,
             num_splits=self.num_splits,
             alibi=self.alibi != "none",

@@ -176,11 +176,6 @@ def percentiles(samples: Sequence[float]) -> tuple[float, float, float]:
     return statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)]
 
 
-def host_time(call: Call) -> float:
-    """Host microseconds of one eager call with a cached plan; see `host_times`."""
-    return _host_medians(call)[0]
-
-
 def host_times(call: Call) -> dict[str, float]:
     """Of a case's record: `host_us`, host microseconds of one eager call with a cached plan, and `host_mul_us`.
 
@@ -188,12 +183,12 @@ def host_times(call: Call) -> dict[str, float]:
     call: hosts differ by a factor of two, the ratio does not.
     """
     one = torch.ones(1, dtype=torch.float32, device="cuda")
-    host, mul = _host_medians(call, functools.partial(one.mul_, 1.0))
+    host, mul = host_medians(call, functools.partial(one.mul_, 1.0))
     return {"host_us": round(host, 2), "host_mul_us": round(mul, 2)}
 
 
-def _host_medians(*calls: Call) -> list[float]:
-    """Of each call the median of 9 rounds of 100.
+def host_medians(*calls: Call) -> list[float]:
+    """Host microseconds of one eager call, of each of `calls` in turns: the median of 9 rounds of 100.
 
     The queue is empty before each round. Rounds of 400 calls of 250 us each filled it, and the host waited for the GPU.
     """

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.timing import host_time
+from bench.timing import host_medians
 from cute_kernels import gqa_decode, kv_int8_append, merge_states, mla_fp8_append, mla_fp8_decode
 from cute_kernels.gqa.append_spec import KvAppendSpec
 from cute_kernels.gqa.launch import decode_spec
@@ -349,10 +349,10 @@ def test_host_time(name, record_property):
         "gqa bf16": gqa(words),
         "gqa append": functools.partial(kv_int8_append, k, v, *stores, slots, layout="BNSH"),
     }[name]
-    with torch.inference_mode():  # in the way that a serving stack calls them
-        us = min(host_time(call) for _ in range(3))
     one = torch.zeros(64, dtype=torch.float32, device="cuda")
-    plain = min(host_time(lambda: torch.add(one, one, out=one)) for _ in range(3))
+    with torch.inference_mode():  # in the way that a serving stack calls them; in turns, since a host's speed varies
+        rounds = [host_medians(call, lambda: torch.add(one, one, out=one)) for _ in range(3)]
+    us, plain = min(rounds, key=lambda found: found[0] / max(found[1], SUM_US))
     print(f"{name}: {us:.1f} us of host time a call, a sum of torch's {plain:.1f} us")
     record_property("host_us", us)
     assert us <= HOST_US * max(1.0, plain / SUM_US), f"{us:.1f} us, where a sum of torch's takes {plain:.1f} us"

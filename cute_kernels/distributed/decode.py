@@ -53,7 +53,7 @@ def context_parallel_decode(
     combine: str | None = "collective",
     **kwargs: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a few query tokens over a context whose keys are spread over the ranks of a group.
+    """Compute attention of a few query tokens over a context whose keys are spread over the ranks of a group.
 
     Each rank runs `decode` over the keys that it keeps. Outputs and log-sum-exps are then exchanged and merged in the
     order of ranks: the same call gives the same bits. Every rank makes the same call, with tensors of the same shapes
@@ -67,7 +67,7 @@ def context_parallel_decode(
       that, GQA reads its keys s_q times.
     - sparse calls (`indices`) take slots of this rank's cache and its counts, both from `shard_indices`.
     - `window` must be a multiple of ``interleave * world_size``: only then do all queries see equally many tokens of a
-      rank. A window of one query token or causal ones.
+      rank. It is for one query token, or for causal ones.
     - `alibi_slopes` need an interleave of 1, or one that is at least the capacity of the rank's cache: only then are
       distances on a rank a multiple of true ones.
 
@@ -75,22 +75,22 @@ def context_parallel_decode(
         decode: `mla_fp8_decode`, `gqa_decode`, a functools.partial of one, or any callable that returns (out, lse) of
             this rank's keys without sink, (..., heads, d) and (..., heads) float32. Such a callable gets its arguments
             as they are.
-        group: of torch.distributed, of any backend that carries its tensors; None: the default group. NCCL is captured
-            into CUDA graphs after one eager call with the same shapes.
-        args: of the op.
+        group: a group of torch.distributed, of any backend that carries its tensors; None: the default group. NCCL is
+            captured into CUDA graphs after one eager call with the same shapes.
+        args: positional arguments of the op.
         heads: "gather": every rank gets all heads. "scatter": each rank gets its own, the rank-th of world_size equal
-            blocks, for the price of as many times fewer bytes.
-        interleave: tokens that go to one rank in turn.
-        gather_q: q has this rank's heads only, and all ranks' are gathered first.
+            blocks, and receives world_size times fewer bytes.
+        interleave: number of consecutive tokens that go to one rank before the next rank's turn.
+        gather_q: q has this rank's heads only, and those of all ranks are gathered first.
         combine: how partials are exchanged. None: "symmetric" where ranks can, and partials fit into buffers of 64 MiB
             a rank, else "collective"; the two may differ in the last bit. "collective": one collective of the group,
             then `merge_states`. "symmetric": one launch stores them to the other ranks' memory and merges them as they
             arrive, over torch's symmetric memory, for GPUs of one host that reach each other. The first call makes the
             buffers, outside of graph capture. Replays of graphs with calls of one group must follow one another, on one
             stream of a rank or on streams that wait for each other; eager calls wait for earlier eager calls.
-        kwargs: of the op, `out`, `lse` and `return_lse` for what this function returns. `s_aux` joins the denominator
-            once: (all heads,), or (heads that are returned,). Another one, `local_lengths`, (batch, s_q) int32 from
-            `shard_lengths`, saves each layer of a model the same few launches.
+        kwargs: arguments of the op by name; `out`, `lse` and `return_lse` are those of this function's result. `s_aux`
+            joins the denominator once: (all heads,), or (heads that are returned,). `local_lengths`, (batch, s_q) int32
+            from `shard_lengths`, may be given too: a model then computes it once a step, and not in each layer.
 
     Returns:
         out (batch, s_q, heads, d), all or this rank's; with `return_lse` also lse (batch, s_q, heads) float32, without

@@ -56,7 +56,7 @@ def context_parallel_prefill(
     lse: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a chunk of new tokens to all tokens before them and, causally, to the chunk itself; forward only.
+    """Compute attention of a chunk of new tokens to all tokens before it and, causally, to itself; forward only.
 
     Earlier tokens are spread over the ranks as `context_parallel_decode` reads them: each rank passes keys and values
     of those that it keeps, in any order, since every new token sees them all. All ranks have the chunk's own keys and

@@ -31,7 +31,7 @@ def context_parallel_sink_attention(
     cu_seqlens: torch.Tensor | None = None,
     deterministic: bool = False,
 ) -> torch.Tensor:
-    """Causal attention with sinks over sequences of which each rank has a part; differentiable in q, k, v and s_aux.
+    """Compute causal attention with sinks over sequences that ranks share; differentiable in q, k, v and s_aux.
 
     A sequence is cut into equal chunks, 2 n of them for n ranks in order "zigzag", n in order "contiguous". Rank r has
     chunks r and 2 n - 1 - r, or chunk r, in this order; positions for RoPE are those in the whole sequence. All ranks

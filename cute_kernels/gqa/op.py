@@ -46,13 +46,13 @@ def gqa_decode(
     return_lse: bool = False,
     **options: Unpack[Options],
 ) -> torch.Tensor | Both:
-    """Attention of one to eight query tokens over a KV cache of int8, FP8 or 16-bit elements; MHA, GQA and MQA.
+    """Compute attention of one to eight query tokens over a KV cache of 4, 8 or 16 bits; MHA, GQA and MQA.
 
     Query head h reads head ``h // (h_q // h_kv)`` of the cache. The queries are the last tokens of their sequence:
     query j is at position ``cache_seqlens - s_q + j``.
 
-    Runs on the current stream, captures into a CUDA graph after one eager call with the same shapes (lengths and tables
-    may change between replays), and traces under torch.compile. CPU tensors run the reference, which computes in
+    It runs on the current stream, captures into a CUDA graph after one eager call with the same shapes (lengths and
+    tables may change between replays), and traces under torch.compile. CPU tensors run the reference, which computes in
     float64. `cute_kernels.gqa.request` has the arguments.
 
     Returns:

@@ -67,8 +67,8 @@ class Inputs(TypedDict):
         Rows contiguous and 8-byte aligned.
     k_cache: int8, float8_e4m3fn, or q's dtype, as `layout` says; rows contiguous, all strides multiples of 16
         bytes.
-    v_cache: the same dtype and sizes; with kind "int8_k_int4_v" uint8, d / 2 bytes for d values, d 256 at most. With
-        kind "int4" both are.
+    v_cache: k_cache's dtype and sizes. With kind "int8_k_int4_v" it is uint8, d / 2 bytes for d values, d 256 at most;
+        with kind "int4" both caches are.
     k_scale: the factors of k_cache's elements: float16 or float32, of one of these shapes:
         per_tensor () or (1,); per_head (h_kv,); per_token, the cache's shape without heads and d; per_token_head,
         the cache's shape without d; per_group, the cache's shape with d / 32 or d / 64 instead of d. In paged_vllm
@@ -90,31 +90,32 @@ class Options(TypedDict, total=False):
     layout: "BNSH" (batch, h_kv, s, d) · "BSNH" (batch, s, h_kv, d) · "paged_NHD" (pages, page_size, h_kv, d) ·
         "paged_HND" (pages, h_kv, page_size, d), page sizes powers of two · "paged_vllm" K (pages, h_kv, d / x,
         page_size, x) with x = 16 bytes, V (pages, h_kv, d, page_size), page sizes 8, 16, 32.
-    cache_seqlens: (batch,) int32, tokens, those of the queries included; default: all of a contiguous cache.
-        Negative counts as 0; a length past the cache's capacity counts as that capacity.
+    cache_seqlens: (batch,) int32: tokens of each sequence, those of the queries included. Default: all of a contiguous
+        cache. Negative counts as 0; a length past the cache's capacity counts as that capacity.
     block_table: (batch, max_pages) int32, with paged layouts. Entries past a sequence's last page may be anything;
         the keys of a page that does not exist are masked.
     causal: a query does not see tokens after its own.
-    window: a query sees at most so many tokens, its own included; tiles outside of every window are not read.
+    window: a query sees at most this many tokens, its own included; tiles outside of every window are not read.
     softcap: c > 0, finite: scores become ``c * tanh(score / c)``, to float32 rounding whatever c is.
     alibi_slopes: (h_q,) or (batch, h_q) float32; ``slope * (key - own position)`` is added to scores.
     s_aux: (h_q,) float32, a logit per head in natural-log units that joins the softmax denominator alone.
     softmax_scale: default d ** -0.5.
     num_splits: splits of each sequence; default: planned over the whole batch.
-    out: (batch, s_q, h_q, d), q's dtype, to write to; rows contiguous and 8-byte aligned. It may be q itself.
-    lse: (batch, s_q, h_q) float32 to write to. Neither shares memory with another argument otherwise.
+    out: (batch, s_q, h_q, d), q's dtype, to write to; rows contiguous and 8-byte aligned. It may be q itself, and
+        shares memory with no other argument.
+    lse: (batch, s_q, h_q) float32 to write to. It shares memory with no other argument.
     return_lse: also return the log-sum-exp.
-    cache_starts: (batch,) int32, the first token of each sequence that queries may see: what is before it is padding,
-        of which nothing is read but the rest of a tile or page. Negative counts as 0. It moves no position.
-    kind: what `kv_append` stored, where the dtypes do not say it: "int8_k_int4_v" or "int4". Scales are float32, per
+    cache_starts: (batch,) int32, the first token of each sequence that queries may see. What is before it is padding;
+        whole tiles of padding are not read. Negative counts as 0. Positions stay as they are.
+    kind: "int8_k_int4_v" or "int4" if `kv_append` stored that, since the dtypes do not say it. Scales are float32, per
         token and head; see `cute_kernels.gqa.reference.quantize_rotated`.
-    indices: (batch, s_q, h_kv or 1, n) int32, block-sparse attention: of the keys that it sees, a query sees only those
-        whose block ``position // index_block`` is in its list; lists are one for each KV head, or one for all. Any
-        order; -1 and what is no block of the sequence are left out, and a block counts once however often it is listed.
-        Of the last block a query sees the part that is filled. Rows contiguous. Not with window, alibi_slopes or
-        cache_starts; with a list for each of several heads neither s_aux nor scales that heads share (per_head,
-        per_token), and strides of both caches and their scales in the same proportions. Without pages the cache has
-        room for whole blocks. The call copies q, out and lse where their heads are apart.
+    indices: (batch, s_q, h_kv or 1, n) int32, block-sparse attention: a query sees a key only if the key's block,
+        ``position // index_block``, is in the query's list. A query has a list for each KV head, or one for all. Order
+        does not matter, and a block counts once however often it is listed. -1 and numbers that are no block of the
+        sequence are left out. The last block counts as far as it is filled. Rows are contiguous. Lists exclude window,
+        alibi_slopes and cache_starts. A list for each of several heads also excludes s_aux and scales that heads share
+        (per_head, per_token); strides of both caches and their scales are then in the same proportions. Without pages
+        the cache has room for whole blocks. The call copies q, out and lse if their heads are not evenly apart.
     index_block: tokens of a block, 64 or 128.
     """
 
@@ -155,16 +156,16 @@ class AppendInputs(TypedDict):
 
     k: (tokens, h_kv, d) bfloat16 or float16, d 64, 128, 256 or 512. Rows of d elements are contiguous and start at
         multiples of 16 bytes; any distance between tokens and between heads.
-    v: like k.
+    v: as k.
     k_cache: int8, or float8_e4m3fn with kind "fp8_per_token_head", of the shape that `layout` says; see `gqa_decode`.
         The innermost axis is contiguous, and all strides are multiples of 16 bytes.
-    v_cache: likewise; of paged_vllm, any strides; with kind "int8_k_int4_v" uint8, d / 2 bytes for d values, d 256
-        at most. With kind "int4" both are.
-    k_scale: float32 and per_token_head; with kind "int8" float16 or float32 of any granularity, which follows from the
-        shape. per_token, per_token_head and per_group (32, 64) are written; per_tensor () or (1,) and per_head (h_kv,)
-        are read: positive and finite.
-    v_scale: likewise, of the same dtype. Its granularity may be another. What is written shares no memory, neither
-        among its own elements nor with another argument.
+    v_cache: as k_cache, with any strides in paged_vllm. With kind "int8_k_int4_v" it is uint8, d / 2 bytes for d
+        values, d 256 at most; with kind "int4" both caches are.
+    k_scale: float32 and per_token_head; with kind "int8" float16 or float32 of any granularity, which the shape says.
+        per_token, per_token_head and per_group (32, 64) are written. per_tensor () or (1,) and per_head (h_kv,) are
+        read: they are positive and finite.
+    v_scale: as k_scale, of the same dtype. Its granularity may be another. No two elements that are written share
+        memory, and none is also another argument's.
     slot_mapping: (tokens,) int64, or int32, which is widened first: ``page * page_size + offset``, without pages
         ``sequence * s + position``. A token whose slot is negative or past the cache is skipped. Slots must differ:
         if two tokens have the same one, it may hold a mixture of both.

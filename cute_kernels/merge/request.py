@@ -28,8 +28,8 @@ class Options(TypedDict, total=False):
     s_aux: (heads,) float32, where heads is the last of the dimensions "...": sink logits that join the denominator
         once. The pairs must not contain them already. -inf is no sink, +inf makes the output 0.
     out: (..., d) float32, bfloat16 or float16: where to write the output, rows as those of `outs`.
-    lse: (...) float32: where to write the log-sum-exp. Neither shares memory with another argument, `outs` and
-        `lses` included: a row's lse may be written while others still read it.
+    lse: (...) float32: where to write the log-sum-exp. Neither `out` nor `lse` shares memory with another
+        argument: a row's lse may be written while other threads still read `lses`.
     """
 
     s_aux: torch.Tensor | None

@@ -35,7 +35,7 @@ def mla_fp8_decode(
 def mla_fp8_decode(
     q: torch.Tensor, kv_cache: torch.Tensor, *, return_lse: bool = False, **options: Unpack[Options]
 ) -> torch.Tensor | Both:
-    """Multi-head latent attention of a few query tokens over a paged cache of quantized tokens, sparse or dense.
+    """Compute multi-head latent attention of a few query tokens over a paged, quantized cache, sparse or dense.
 
     The attention is DeepSeek's absorbed form: all heads share one key of d_qk elements, 576 or 512, whose first 512 are
     also the value. docs/users/formats.md has the formats of a token; scales are used as they are.
@@ -43,8 +43,8 @@ def mla_fp8_decode(
     A sparse call may have two caches, such as a window and a compressed one: one softmax goes over the keys that
     `indices` names in `kv_cache` and those that `extra_indices` names in `extra_kv_cache`.
 
-    Runs on the current stream, captures into a CUDA graph after one eager call with the same shapes, and traces under
-    torch.compile. CPU tensors run the reference, which computes in float64. `cute_kernels.mla.request` has the
+    It runs on the current stream, captures into a CUDA graph after one eager call with the same shapes, and traces
+    under torch.compile. CPU tensors run the reference, which computes in float64. `cute_kernels.mla.request` has the
     arguments.
 
     Returns:

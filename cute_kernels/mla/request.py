@@ -49,18 +49,18 @@ class Options(TypedDict, total=False):
     topk_length: (batch,) or (batch, s_q) int32: only that many leading indices count. Negative counts as 0.
     block_table: dense: (batch, max_pages) int32. Entries past a sequence's last page may be anything; the keys of a
         page that does not exist are masked.
-    cache_seqlens: dense: (batch,) int32, tokens. Negative counts as 0; a length past the block table's capacity
-        counts as that capacity.
+    cache_seqlens: dense: (batch,) int32, tokens of each sequence. Negative counts as 0; a length past the block
+        table's capacity counts as that capacity.
     causal: dense, s_q > 1: query j sees the first ``cache_seqlens - s_q + 1 + j`` keys.
     softmax_scale: default d_qk ** -0.5.
     s_aux: (h_q,) float32, a logit per head in natural-log units that joins the softmax denominator alone.
-    num_splits: splits of each query's keys, one CTA each; default: planned from the shapes. A plan for several
-        queries with lengths is a balanced schedule instead: each CTA gets an equal share of all their keys.
+    num_splits: number of CTAs that split the keys of each query. Default: planned from the shapes. For several queries
+        with lengths the plan is a balanced schedule: each CTA gets an equal share of all their keys.
     exchange: what two CTAs with 64 heads each send each other of every key that one of them has gathered: "codes",
-        its 656 bytes; "values", 16-bit numbers; or "none": each CTA gathers all keys. Default: "none". With more
-        than 64 heads and a given number of splits, results are equal bit for bit.
-    scores: "exact", which is the default: S = Q K^T is a float32 sum of exact products; the log-sum-exp is within
-        2e-5, and within 7e-5 where a few channels are 20 times the others.
+        its 656 bytes; "values", 16-bit numbers; or "none", where each CTA gathers all keys. Default: "none". With more
+        than 64 heads and a given number of splits all three give the same bits.
+    scores: "exact", the only value and the default: S = Q K^T is a float32 sum of exact products. The log-sum-exp is
+        off by at most 2e-5, or 7e-5 if a few channels are 20 times the others.
     cache_format: "v3.2", "v3.2_nope", "v4", "v4.1" or "v4.1_fp4". Default: "v3.2" for 656 bytes a token with 576
         columns of q, "v3.2_nope" with 512; "v4" for 584; "v4.1_fp4" for 288. 528 bytes need it: "v3.2_nope" and
         "v4.1" both have as many.
@@ -71,9 +71,9 @@ class Options(TypedDict, total=False):
     extra_indices: (batch, s_q, extra_topk) int32, as `indices`: slots of the second cache.
     extra_topk_length: as `topk_length`, for `extra_indices`.
     extra_cache_format: as `cache_format`. Default: what pairs with the first and has as many bytes.
-    out: (batch, s_q, h_q, 512) bfloat16 to write to; rows contiguous and 16-byte aligned. It may be q itself where
-        q has 512 columns.
-    lse: (batch, s_q, h_q) float32 to write to. Neither shares memory with another argument otherwise.
+    out: (batch, s_q, h_q, 512) bfloat16 to write to; rows contiguous and 16-byte aligned. It may be q itself if q has
+        512 columns, and shares memory with no other argument.
+    lse: (batch, s_q, h_q) float32 to write to. It shares memory with no other argument.
     return_lse: also return the log-sum-exp.
     """
 

@@ -63,14 +63,14 @@ def sink_attention(
     return_lse: bool = False,
     **options: Unpack[Options],
 ) -> torch.Tensor | Both:
-    """Attention for prefill and training, with a learned sink per head and a sliding window; MHA, GQA and MQA.
+    """Compute attention for prefill and training, with a learned sink per head and a window; MHA, GQA and MQA.
 
     Query head h reads head ``h // (h_q // h_kv)`` of k and v, which are not copied. The queries are the last tokens of
     their sequence: query j is at position ``s_k - s_q + j``.
 
-    Differentiable in q, k, v and s_aux, once. Traces under torch.compile without a graph break. Under autocast q, k and
-    v are cast to its dtype and s_aux to float32. Calls without gradients and with few query tokens run the kernel of
-    `gqa_decode`. CPU tensors run the reference, which computes in float64.
+    It is differentiable in q, k, v and s_aux, once, and traces under torch.compile without a graph break. Under
+    autocast q, k and v are cast to its dtype and s_aux to float32. Calls without gradients and with few query tokens
+    run the kernel of `gqa_decode`. CPU tensors run the reference, which computes in float64.
 
     k and v must be finite wherever a query sees a key less than 192 tokens away, 320 with gradients: a NaN or infinity
     in a key tile reaches queries of that tile that do not see it. Other sequences, also packed ones, may hold anything.
@@ -116,7 +116,7 @@ def sink_attention_backward(
     s_aux: torch.Tensor | None = None,
     **options: Unpack[BackwardOptions],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of attention with sinks, for those who differentiate by hand: rings and other context parallelism.
+    """Compute gradients of attention with sinks, for callers who differentiate by hand, such as rings.
 
     `sink_attention` does this by itself where autograd records it. Here k and v may be some of the keys that the
     queries see: given the out and lse of all of them, dq of the parts add up, and dk and dv are those of the part.

@@ -63,20 +63,20 @@ class Options(Shared, Forward, total=False):
         also sees all tokens after its own.
     softmax_scale: default d ** -0.5.
     cu_seqlens_q: (batch + 1,) int32, contiguous: sequence i has tokens cu_seqlens_q[i] to cu_seqlens_q[i + 1] - 1
-        of a packed q. Begins with 0, never decreases, ends with the number of tokens or before: rows past the
-        last sequence are padding, results of which are those of queries without keys. The host reads and checks the
+        of a packed q. It begins with 0, never decreases, and ends with the number of tokens or before: rows past the
+        last sequence are padding, and their results are those of queries without keys. The host reads and checks the
         contents once for each tensor and each change that torch counts, which waits for the GPU; not under graph
-        capture. After one that it does not count (by a replay, another library's kernel, `.data`, NumPy) pass a new
-        tensor: gradients of sequences longer than before would be wrong. If a replay finds contents that break
+        capture. After a change that torch does not count (by a replay, another library's kernel, `.data`, NumPy) pass
+        a new tensor, or gradients of sequences longer than before are wrong. If a replay finds contents that break
         these rules, its results are undefined, but it stays within its tensors.
     cu_seqlens_k: the same for k and v.
     deterministic: the same call gives gradients with the same bits; torch.use_deterministic_algorithms also turns
         it on. The bits of the output are always the same.
     return_lse: also return the log-sum-exp.
-    max_seqlen_q: of packed q: tokens of the longest sequence, for callers who know their lengths. Without gradients
-        the contents of cu_seqlens_q and cu_seqlens_k are not read on the host then, which does not wait; they keep
-        the rules above. With gradients it changes nothing.
-    num_splits: splits of each sequence's keys, 1 to 256, where few query tokens run the kernel of `gqa_decode`.
+    max_seqlen_q: tokens of the longest sequence of a packed q, for callers who know it. Without gradients the host then
+        does not read cu_seqlens_q and cu_seqlens_k and waits for nothing; they must keep the rules above. With
+        gradients it changes nothing.
+    num_splits: splits of each sequence's keys, 1 to 256, in calls that run the kernel of `gqa_decode`.
         Default: planned over the whole batch. With a number a row's bits depend on that row alone. Other calls
         split no keys, and their rows never depend on others.
     """
@@ -112,11 +112,11 @@ class BackwardInputs(TypedDict):
     q: as `sink_attention` takes it.
     k: likewise; all keys that the queries see, or some of them.
     v: likewise.
-    out: q's shape and dtype: the output over all keys, which other calls may have given as well.
+    out: q's shape and dtype: the output over all keys, whichever calls it is from.
     lse: (batch, s_q, h_q) or packed (tokens, h_q) float32, natural log, over all keys. Without the sink if s_aux is
         given. A query with -inf or +inf gets and gives gradient 0.
-    s_aux: as `sink_attention` takes it. None where there is no sink, or where lse has it: lse is then
-        ``torch.logaddexp(lse, s_aux)``, dq, dk and dv are the same, and the gradient of s_aux is the caller's.
+    s_aux: as `sink_attention` takes it. None if there is no sink, or if lse contains it: lse is then
+        ``torch.logaddexp(lse, s_aux)``, dq, dk and dv are the same, and the caller computes the gradient of s_aux.
     """
 
     dout: torch.Tensor

@@ -221,18 +221,11 @@ class MlaCase(Case):
 
     def inputs(self, store: Caches, family: str = "normal") -> list[DecodeCase]:
         """The rotated input sets. Where the family sorts, so are lists of keys, and pages follow each other."""
-        make = self._dense if self.mode == "dense" else self._two_caches if self.extra_keys else self._sparse
+        make = self._dense if self.mode == "dense" else self._sparse
         return list(make(store, family, generator(self.batch * 1000 + self.h_q + self.s_q, store.device)))
 
     def _query(self, family: str, gen: torch.Generator) -> torch.Tensor:
         return query(family, (self.batch, self.s_q, self.h_q, FORMATS[self.formats[0]].d_qk), gen)
-
-    def _named(self) -> dict[str, Any]:
-        return {} if self.is_v32 else {"cache_format": self.formats[0]}
-
-    def _sinks(self, gen: torch.Generator) -> dict[str, Any]:
-        sinks = torch.randn(self.h_q, generator=gen, dtype=torch.float32, device=gen.device)
-        return {} if self.is_v32 else {"s_aux": sinks}
 
     def _dense(self, store: Caches, family: str, gen: torch.Generator) -> Iterator[DecodeCase]:
         needed = self.batch * self.keys // PAGE_SIZE
@@ -248,41 +241,28 @@ class MlaCase(Case):
     def _sparse(self, store: Caches, family: str, gen: torch.Generator) -> Iterator[DecodeCase]:
         context, contexts = CONTEXTS.get(self.formats[0], COMPRESSED)
         contexts = max(self.batch, contexts)
-        cache = store.get(self.formats[0], context * contexts, self.page_size, family, context)
-        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=gen.device)
-        sinks = self._sinks(gen)
+        cache = store.get(self.formats[-1], context * contexts, self.page_size, family, context)
+        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=gen.device) if self.ragged else None
+        sinks = torch.randn(self.h_q, generator=gen, dtype=torch.float32, device=gen.device)
+        common: dict[str, Any] = {} if self.is_v32 else {"cache_format": self.formats[0], "s_aux": sinks}
         for number in range(self.sets):
             requests = torch.arange(self.batch, device=gen.device) + number * self.batch
             first = requests % contexts * context
+            q = self._query(family, gen)
+            if not self.extra_keys:
+                indices = self._picked(first, context, self.keys, family, gen)
+                yield DecodeCase(q, cache, indices=indices, topk_length=lengths, **common)
+                continue
+            in_order = self._consecutive(first, self.extra_keys)
             yield DecodeCase(
-                self._query(family, gen),
-                cache,
-                indices=self._picked(first, context, self.keys, family, gen),
-                topk_length=lengths if self.ragged else None,
-                **self._named(),
-                **sinks,
-            )
-
-    def _two_caches(self, store: Caches, family: str, gen: torch.Generator) -> Iterator[DecodeCase]:
-        context, contexts = COMPRESSED
-        window = store.get(self.formats[0], WINDOW_TOKENS, PAGE_SIZE, family, WINDOW)
-        compressed = store.get(self.formats[1], context * contexts, self.page_size, family, context)
-        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=gen.device)
-        sinks = self._sinks(gen)
-        for number in range(self.sets):
-            requests = torch.arange(self.batch, device=gen.device) + number * self.batch
-            first = requests % contexts * context
-            picked = functools.partial(self._picked, first, context, self.extra_keys, family, gen)
-            yield DecodeCase(
-                self._query(family, gen),
-                window,
+                q,
+                store.get(self.formats[0], WINDOW_TOKENS, PAGE_SIZE, family, WINDOW),
                 indices=self._consecutive(requests * WINDOW % WINDOW_TOKENS, self.keys),
-                extra_kv_cache=compressed,
-                extra_indices=self._consecutive(first, self.extra_keys) if self.ragged else picked(),
-                extra_topk_length=lengths if self.ragged else None,
+                extra_kv_cache=cache,
+                extra_indices=in_order if self.ragged else self._picked(first, context, self.extra_keys, family, gen),
+                extra_topk_length=lengths,
                 extra_cache_format=self.formats[1],
-                **self._named(),
-                **sinks,
+                **common,
             )
 
     def _consecutive(self, first: torch.Tensor, keys: int) -> torch.Tensor:

@@ -220,11 +220,11 @@ def measure(options: dict[str, Any], messages: Messages) -> None:
     for context in options["contexts"]:
         for batch in options["batches"]:
             case: dict[str, Any] = {"context": context, "batch": batch}
-            messages.send("case", case | timed(llm, marks, context, batch, shares if options["profile"] else None))
+            messages.send("case", case | timed(llm, marks, context, batch, shares))
 
 
 def timed(
-    llm: Any, marks: list[float], context: int, batch: int, group: Callable[[list[tuple[str, float]]], Any] | None
+    llm: Any, marks: list[float], context: int, batch: int, group: Callable[[list[tuple[str, float]]], Any]
 ) -> dict[str, Any]:
     """Milliseconds per token of so many requests over so many tokens each, and what `group` makes of their kernels."""
     prompts = [[(7 * i + j) % 29 + 3 for j in range(context)] for i in range(batch)]
@@ -232,9 +232,7 @@ def timed(
     gc.collect()
     gc.disable()  # it would walk the prompts, lists of millions of numbers, between two steps
     generate(llm, prompts, STEPS)
-    case = per_token(marks)
-    if group is not None:
-        case |= kernel_times(functools.partial(generate, llm, prompts, PROFILED), group)
+    case = per_token(marks) | kernel_times(functools.partial(generate, llm, prompts, PROFILED), group)
     gc.enable()
     return case
 

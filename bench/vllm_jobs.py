@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bench.vllm_pool import Messages
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 PROMPT_TOKENS = (5, 30, 100)
 REFERENCE_TOKENS = 64  # of transformers; the rest must go on counting
 INT8 = "int8_per_token_head"
@@ -27,7 +23,7 @@ def run(kind: str, options: dict[str, Any], messages: Messages) -> None:
     vllm_engine.set_environment()
     jobs = {
         "probe": probe, "warm": warm, "train": train, "serve": vllm_engine.serve, "measure": vllm_engine.measure,
-        "first": vllm_engine.first_tokens, "sparse": sparse, "prompts": prompts, "layers": layers,
+        "first": vllm_engine.first_tokens, "sparse": sparse, "prompts": prompts,
         "mla-train": vllm_mla.train, "mla-serve": vllm_mla.serve, "mla-steps": vllm_mla.steps,
         "v4-ahead": vllm_v4.compile_ahead,
     }  # fmt: skip
@@ -169,14 +165,3 @@ def prompts(options: dict[str, Any], messages: Messages) -> None:
     messages.wait_for_card()
     for case in vllm_kernels.prompts():
         messages.send("case", case)
-
-
-def layers(options: dict[str, Any], messages: Messages) -> None:
-    """Sends "summary" and "output" of tests/gpu/test_vllm.py."""
-    command = [sys.executable, "-m", "pytest", "tests/gpu/test_vllm.py", "-q", "-p", "no:cacheprovider"]
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
-    lines = done.stdout.strip().splitlines()
-    messages.send("tests", {"ok": done.returncode == 0, "summary": lines[-1:], "output": done.stdout[-6000:]})

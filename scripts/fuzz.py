@@ -1,8 +1,7 @@
 """Random calls of all public operators: valid ones against float64 and each other, invalid ones against their refusal.
 
     python scripts/fuzz.py                         100,000 calls and 20,000 invalid ones; fewer where there is no GPU
-    python scripts/fuzz.py --short                 6,000 and 1,500
-    python scripts/fuzz.py --minutes 20 --first-round 100000
+    python scripts/fuzz.py --first-round 100000    other calls
     python scripts/fuzz.py --only sink_gradients --calls 20000      calls of one kind
     python scripts/fuzz.py --round 4711            a round again, in this process
     python scripts/fuzz.py --round 4711 --shrink   the simplest call that is wrong alone, if one of the round is
@@ -51,7 +50,6 @@ class Plan(NamedTuple):
 
     calls        valid calls, at least
     invalid      invalid calls, at least
-    minutes      instead of `calls`: begin rounds for so long
     workers      processes; 0: this one
     first_round  disjoint runs need disjoint rounds
     only         the one of `strategies.MAKERS` whose calls they are
@@ -59,7 +57,6 @@ class Plan(NamedTuple):
 
     calls: int
     invalid: int
-    minutes: float | None = None
     workers: int = 12
     first_round: int = 0
     only: str | None = None
@@ -75,14 +72,12 @@ PLANS: Final = {
 
 
 def rounds_of(plan: Plan, device: torch.device) -> Iterator[Work]:
-    """The rounds of a plan, which have at least its calls together; with `minutes`, rounds until they are over."""
-    started, turns = time.monotonic(), TURNS[device.type]
+    """The rounds of a plan, which have at least its calls together."""
+    turns = TURNS[device.type]
     rounds = max(1, -(-plan.calls // (CALLS_OF_ROUND + turns * (THREADS + 1))))  # a replay is one call at least
     invalid = -(-plan.invalid // rounds)
-    number = 0
-    while number < rounds if plan.minutes is None else time.monotonic() - started < plan.minutes * 60:
+    for number in range(rounds):
         yield Work(plan.first_round + number, CALLS_OF_ROUND, invalid, turns, plan.only)
-        number += 1
 
 
 def run(plan: Plan, device: torch.device) -> dict[str, Any]:
@@ -133,7 +128,7 @@ def short(first_round: int = 0) -> dict[str, Any]:
 
 def sound(result: dict[str, Any], plan: Plan) -> bool:
     """Whether nothing was wrong and all was made that was asked for."""
-    enough = plan.minutes is not None or (result["calls"] >= plan.calls and result["invalid_calls"] >= plan.invalid)
+    enough = result["calls"] >= plan.calls and result["invalid_calls"] >= plan.invalid
     return enough and not any(result[name] for name in ("wrong", "faults", "out_of_memory"))
 
 
@@ -168,10 +163,8 @@ def again(seed: int, device: torch.device, only: str | None, simplest: bool) -> 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--short", action="store_true", help="few calls")
     parser.add_argument("--calls", type=int, metavar="N", help="valid calls, at least")
     parser.add_argument("--invalid-calls", type=int, metavar="N", dest="invalid", help="invalid calls, at least")
-    parser.add_argument("--minutes", type=float, help="begin rounds for so long, whatever their number")
     parser.add_argument("--workers", type=int, metavar="N", help="processes; 0: this one")
     parser.add_argument("--first-round", type=int, metavar="N", default=0, help="disjoint runs need disjoint rounds")
     parser.add_argument("--only", choices=list(strategies.MAKERS), help="what all calls are")
@@ -183,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.round is not None:
         return int(again(options.round, device, options.only, options.shrink) > 0)
     given = {name: getattr(options, name) for name in Plan._fields if getattr(options, name) is not None}
-    plan = PLANS[device.type, options.short]._replace(**given)
+    plan = PLANS[device.type, False]._replace(**given)
     result = run(plan, device)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

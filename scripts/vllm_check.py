@@ -17,7 +17,6 @@ Parts, each of which adds to the file what it finds as soon as it has it:
     mla-steps   a decoding step of DeepSeek-V3.2's shapes, with our plugin and without it, and the shares of kernels
     sparse   sparse MLA: FlashMLA's time and ours, by vLLM's own forward
     prompts  attention of prompts, fresh ones and those with tokens in the cache: ours, vLLM's, sink_attention
-    layers   tests/gpu/test_vllm.py: layers with vLLM's metadata and Triton kernels, CUDA graphs, sparse MLA
 
 Every engine is a process. Those of `tokens` run at the same time; those that are timed start at the same time, and
 measure alone. Logs are in build/vllm_check/. Exit status 1 when something failed, is wrong or was left out. Needs vLLM
@@ -54,7 +53,7 @@ BACKENDS = {
     "flash-fp8": ("FLASH_ATTN", "fp8"),
     "triton-fp8": ("TRITON_ATTN", "fp8"),
 }
-PARTS = ("mla-tokens", "mla-steps", "tokens", "speed", "first", "sparse", "prompts", "layers", "warm")
+PARTS = ("mla-tokens", "mla-steps", "tokens", "speed", "first", "sparse", "prompts", "warm")
 BATCHES, CONTEXTS, LAYERS = (1, 16, 64), (8192, 32768, 1024), 4
 ROOM = 128  # tokens of a timed request after its prompt
 TOKENS = 512
@@ -115,8 +114,6 @@ def jobs(options: argparse.Namespace, folder: pathlib.Path, probed: bool = True)
         found.append(Job("sparse", "sparse", {}, 1, ("card",), gigabytes=8, seconds=90, least=15))
     if "prompts" in options.parts:
         found.append(Job("prompts", "prompts", {}, 1, ("card",), gigabytes=8, seconds=60, least=15))
-    if "layers" in options.parts:
-        found.append(Job("layers", "layers", {}, 3, ("card",), gigabytes=8, seconds=300, least=60))
     return found
 
 
@@ -246,7 +243,6 @@ def speed_job(name: str, options: argparse.Namespace, folder: pathlib.Path, long
     }  # fmt: skip
     given = {
         "backend": name, "engine": engine, "contexts": options.contexts, "batches": options.batches,
-        "profile": options.profile,
     }  # fmt: skip
     gigabytes = engine["kv_cache_memory_bytes"] / 1e9 + ENGINE_GB
     # engines that check tokens are small and start first: what these leave of the memory is not much
@@ -356,8 +352,6 @@ class Report:
             self.found["tokens"].setdefault("transformers", {})[job.options["model"]] = data
         elif event == "case":
             self.found[job.kind].setdefault("cases", []).append(data)
-        elif event == "tests":
-            self.found["layers"] |= data
         elif event == "failed":
             part = "tokens" if job.kind == "train" else job.kind
             self.found.setdefault(part, {}).setdefault("errors", {})[job.name] = data
@@ -411,8 +405,6 @@ def failures(found: dict[str, Any]) -> list[str]:
     for case in found.get("sparse", {}).get("cases", []):
         if not isinstance(case["ours_us"], float) or case.get("difference", 0) >= 0.01:
             wrong.append(f"sparse: {in_words(case)}")
-    if found.get("layers") and not found["layers"].get("ok"):
-        wrong.append(f"layers: {found['layers'].get('summary')}")
     for part in PARTS:
         wrong += [f"{name}: {text[-300:]}" for name, text in found.get(part, {}).get("errors", {}).items()]
     return wrong
@@ -454,7 +446,6 @@ def parser() -> argparse.ArgumentParser:
     it.add_argument("--batches", type=numbers, default=list(BATCHES), help="of speed (1,16,64)")
     it.add_argument("--contexts", type=numbers, default=list(CONTEXTS), help="of speed (8192,32768,1024)")
     it.add_argument("--layers", type=int, default=LAYERS, help="of speed and first (4)")
-    it.add_argument("--no-profile", dest="profile", action="store_false", help="of speed: no times of kernels")
     it.add_argument("--out", type=pathlib.Path, default=ROOT / "build" / "vllm_check.json")
     return it
 

@@ -153,11 +153,11 @@ def plan(tmp_path: Path, *arguments: str) -> dict[str, Job]:
 
 
 def test_the_plan_begins_with_what_tells_most(tmp_path: Path) -> None:
-    found = plan(tmp_path, "--parts", "tokens,speed,sparse,layers")
+    found = plan(tmp_path, "--parts", "tokens,speed,sparse")
     engines = [job for job in found.values() if job.kind == "serve"]
     assert len(engines) == 18 and [job.name for job in engines][0] == "llama-int8_per_token_head-graphs"
     assert {job.phase for job in found.values() if job.kind == "measure"} == {0}
-    assert found["layers"].phase > max(job.phase for job in engines) > found["sparse"].phase > engines[0].phase
+    assert max(job.phase for job in engines) > found["sparse"].phase > engines[0].phase
     events = {"warm over", "card", "saved llama", "saved gpt_oss", "train-llama over", "train-gpt_oss over"}
     assert set().union(*(job.needs for job in found.values())) == events
     assert "train-llama over" not in plan(tmp_path, "--parts", "speed")["cute-int8"].needs
@@ -273,9 +273,9 @@ def test_the_file_holds_each_result_at_once_and_says_what_is_wrong(tmp_path: Pat
     assert found["speed"]["backends"]["flash-bf16"]["failed"] == "no engine"
     first = found["first"]["backends"]
     assert first == {"cute-int8": {"cases": [{"requests": 4, "tokens": 8192, "ms": 90.0}], "done": True}}
-    wrong = report.end({"layers": "needs 60 s, 3 s were left"})
+    wrong = report.end({"prompts": "needs 60 s, 3 s were left"})
     assert [line.split(":")[0] for line in wrong] == [
-        "layers", f"tokens, {name}", "speed, cute-int8", "speed, flash-bf16", "sparse",
+        "prompts", f"tokens, {name}", "speed, cute-int8", "speed, flash-bf16", "sparse",
     ]  # fmt: skip
     assert json.loads(out.read_text())["wrong"] == wrong
 

@@ -37,10 +37,9 @@ if TYPE_CHECKING:
         SCALE_OFFSET,
         TOKEN_BYTES,
         V_DIM,
-        as_pages,
     )
     from fp8_mla.packing import pack, unpack
-    from fp8_mla.pages import read_pages, row_views, write_pages
+    from fp8_mla.pages import as_pages, read_pages, row_views, write_pages
     from fp8_mla.reference import reference_decode
     from fp8_mla.slots import INVALID_SLOT, slots_from_block_table, slots_from_positions, valid_slots
 

@@ -66,31 +66,3 @@ def token_bytes(cache: torch.Tensor, name: str = "cache", *, token_format: Token
     if cache.ndim == 0 or cache.shape[-1] != token_format.token_bytes:
         raise ValueError(f"{name}: got {describe(cache)}; needs {token_format.token_bytes} bytes in the last dimension")
     return cache.view(torch.uint8)
-
-
-def as_pages(kv_cache: torch.Tensor, *, token_format: TokenFormat = V3_2) -> torch.Tensor:
-    """View a paged cache of one row a token as (num_pages, page_size, 656) uint8, without a copy.
-
-    `fp8_mla.row_views` has views of every format.
-
-    Args:
-        kv_cache: (num_pages, page_size, 656) or (num_pages, page_size, 1, 656), uint8 or float8_e4m3fn. The 656 bytes
-            of a token are adjacent. Tokens and pages may be strided. `num_pages` may be 0.
-        token_format: how many bytes a token has; 656 by default.
-
-    Raises:
-        TypeError: `kv_cache` is not a tensor of one of these dtypes.
-        ValueError: it has another shape, bytes of a token that are not adjacent, or a format of two rows a token.
-    """
-    if len(token_format.row_bytes) != 1:
-        raise ValueError(f"token_format: got {token_format.name}; needs a format with one row a token")
-    pages = token_bytes(kv_cache, "kv_cache", token_format=token_format)
-    if pages.ndim == 4 and pages.shape[2] == 1:
-        pages = pages.squeeze(2)
-    if pages.ndim != 3 or pages.shape[1] == 0:
-        size = token_format.token_bytes
-        needs = f"(num_pages, page_size, {size}) or (num_pages, page_size, 1, {size}), page_size >= 1"
-        raise ValueError(f"kv_cache: got {describe(kv_cache)}; needs {needs}")
-    if pages.stride(-1) != 1:
-        raise ValueError(f"kv_cache: got strides {kv_cache.stride()}; needs a last stride of 1")
-    return pages

@@ -97,6 +97,28 @@ def check_pages(
     return pages, layout
 
 
+def as_pages(kv_cache: torch.Tensor, *, token_format: TokenFormat = V3_2) -> torch.Tensor:
+    """View a paged cache of one row a token as (num_pages, page_size, 656) uint8, without a copy.
+
+    `row_views` has views of every format.
+
+    Args:
+        kv_cache: (num_pages, page_size, 656) or (num_pages, page_size, 1, 656), uint8 or float8_e4m3fn. The 656 bytes
+            of a token are adjacent. Tokens and pages may be strided. `num_pages` may be 0.
+        token_format: how many bytes a token has; 656 by default.
+
+    Raises:
+        TypeError: `kv_cache` is not a tensor of one of these dtypes.
+        ValueError: it has another shape, bytes of a token that are not adjacent, or a format of two rows a token.
+    """
+    if len(token_format.row_bytes) != 1:
+        raise ValueError(f"token_format: got {token_format.name}; needs a format with one row a token")
+    pages, _ = check_pages(kv_cache, token_format)
+    if pages.shape[-1] != token_format.token_bytes:
+        raise ValueError(f"kv_cache: got {describe(kv_cache)}; needs {token_format.token_bytes} bytes a token")
+    return pages
+
+
 def read_pages(
     kv_cache: torch.Tensor,
     slots: torch.Tensor,

@@ -184,20 +184,17 @@ def flash_attn_func(
 ) -> Result:
     """Attention of a batch of sequences of one length, differentiable in q, k, v and the sinks.
 
+    Arguments that are not here are as in `flash_attn_with_kvcache`.
+
     Args:
         q: (batch, s_q, h_q, d) bfloat16 or float16, d 64 or 128; 256 with up to 8 query tokens and no gradients.
         k: (batch, s_k, h_kv, d).
         v: likewise.
-        softmax_scale: default d ** -0.5.
         causal: query j sees the first ``s_k - s_q + 1 + j`` keys.
-        window_size: (left, right); right is 0 or no limit, -1.
-        softcap: with up to 8 query tokens and no gradients.
+        softcap: with up to 8 query tokens and no gradients; so are `alibi_slopes`.
         num_splits: not looked at.
         deterministic: gradients have the same bits in the same call.
         return_attn_probs: also return the log-sum-exp, as FlashAttention 3 does; never probabilities.
-        alibi_slopes: with up to 8 query tokens and no gradients.
-        s_aux: (h_q,), a logit per head that joins the denominator.
-        learnable_sink: another name of `s_aux`.
         return_softmax_lse: another name of `return_attn_probs`.
         out: q's shape and dtype, to write to; without gradients.
 
@@ -277,6 +274,8 @@ def flash_attn_varlen_func(
 ) -> Result:
     """Attention of packed sequences, differentiable; with a table, decoding over pages.
 
+    Arguments that are not here are as in `flash_attn_func`.
+
     Args:
         q: (tokens, h_q, d) bfloat16 or float16, d 64 or 128.
         k: (tokens, h_kv, d); with a table (pages, page_size, h_kv, d).
@@ -287,21 +286,11 @@ def flash_attn_varlen_func(
         max_seqlen_q: query tokens of the longest sequence. With it, and without gradients, `cu_seqlens_q` and
             `cu_seqlens_k` are not read on the host. With a table 1 to 8, and of every sequence.
         seqused_k: (batch,) int32, with a table: tokens of each sequence, those of the queries included.
-        softmax_scale: default d ** -0.5.
         causal: the last query of a sequence sees its last key.
-        window_size: (left, right); right is 0 or no limit, -1.
-        softcap: with a table.
-        num_splits: with a table: splits of each sequence; 0: planned.
-        deterministic: gradients have the same bits in the same call.
-        return_attn_probs: also return the log-sum-exp; never probabilities.
+        softcap: with a table, and so are `alibi_slopes` and `num_splits`.
         q_v: another name of `qv`.
-        alibi_slopes: with a table.
         block_table: (batch, max_pages) int32: k and v are pages.
         page_table: another name of `block_table`.
-        s_aux: (h_q,), a logit per head that joins the denominator.
-        learnable_sink: another name of `s_aux`.
-        return_softmax_lse: another name of `return_attn_probs`.
-        out: q's shape and dtype, to write to; without gradients.
 
     Returns:
         out of q's shape and dtype, and, if wanted, lse (h_q, tokens) float32, as in `flash_attn_with_kvcache`.

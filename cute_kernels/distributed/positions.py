@@ -60,9 +60,6 @@ def local_calls(
     Args:
         call: arguments of `mla_fp8_decode` or `gqa_decode` by name; `q` may still lack the heads of other ranks.
         h_q: all query heads.
-        rank: whose tokens.
-        world_size: number of ranks.
-        interleave: tokens in turn.
         local_lengths: (batch, s_q) int32, `shard_lengths` of the call, or None.
 
     Raises:

@@ -9,8 +9,9 @@ A rank's block table is an ordinary one over its local positions. Where each pag
 rank, as in vLLM and SGLang, all ranks have the same table, ``ceil(length / (page_size * world_size))`` entries long.
 Where a page belongs to one rank, `shard_block_table` picks a rank's entries.
 
-All functions are torch arithmetic on the device of their tensors, without synchronization: a CUDA graph captures them
-and torch.compile fuses them. Every value of an integer tensor is legal, -2^31 included.
+All functions take the `rank` whose tokens are asked for, the `world_size`, which is the number of ranks, and the
+`interleave`. They are torch arithmetic on the device of their tensors, without synchronization: a CUDA graph captures
+them and torch.compile fuses them. Every value of an integer tensor is legal, -2^31 included.
 """
 
 from __future__ import annotations
@@ -58,9 +59,6 @@ def shard_lengths(
 
     Args:
         lengths: (batch,) int32 or int64, of any shape without `s_q`: tokens of the whole context. Below 0 counts as 0.
-        rank: whose tokens.
-        world_size: number of ranks.
-        interleave: tokens in turn.
         s_q: queries of each context, its last tokens; None: no queries.
         causal: False: every query sees all tokens.
 
@@ -115,9 +113,6 @@ def shard_slots(
             is dealt out like a context, ``page * page_size * world_size + offset`` with page_size a multiple of
             `interleave`; any shape.
         page_size: tokens that a page holds on one rank; with a block table.
-        rank: whose slots.
-        world_size: number of ranks.
-        interleave: tokens in turn.
         num_pages: pages of this rank's cache: table entries not below it hold no token. None: only negative ones do.
 
     Returns:
@@ -164,10 +159,7 @@ def shard_block_table(
 
     Args:
         block_table: (batch, max_pages) int32 or int64, pages of `page_size` consecutive tokens.
-        page_size: tokens of a page.
-        rank: whose entries.
-        world_size: number of ranks.
-        interleave: tokens in turn, a multiple of `page_size`.
+        page_size: tokens of a page; `interleave` is a multiple of it.
 
     Returns:
         (batch, n) of the same dtype, contiguous, n the same on all ranks; -1 past the end.
@@ -209,9 +201,6 @@ def shard_indices(
         block_table: (batch, max_pages) int32 or int64, this rank's. None: `indices` are slots of one whole cache that
             is dealt out like a context, as in `shard_slots`.
         page_size: tokens that a page holds on one rank; with a block table.
-        rank: whose entries.
-        world_size: number of ranks.
-        interleave: tokens in turn.
         topk_length: (batch,) or (batch, s_q) int32 or int64: only that many leading entries count.
         num_pages: pages of this rank's cache: entries on pages not below it are dropped. None: the decode masks
             slots beyond its cache.

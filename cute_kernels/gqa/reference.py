@@ -301,32 +301,14 @@ def reference_gqa_decode(
     index_block: int = 128,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a few queries over a quantized or 16-bit cache; arguments as in `cute_kernels.gqa_decode`.
+    """Attention of a few queries over a quantized or 16-bit cache.
 
     Query j stands at position ``cache_seqlens - s_q + j``. Keys that do not exist are left out, and what their slots
     hold never matters. A NaN in a key that does exist makes NaN of the queries that see it.
 
     Args:
-        q: (batch, s_q, h_q, d), any floating-point dtype.
-        k_cache: as the layout has it; query head h reads head ``h // (h_q // h_kv)``.
-        v_cache: likewise; of uint8, two codes of rotated vectors a byte.
-        k_scale: of any granularity; None for 1.
-        v_scale: likewise.
-        layout: name of the layout.
-        cache_seqlens: (batch,) integers; below 0 counts as 0, beyond the capacity as the capacity. None: all tokens of
-            a contiguous cache.
-        block_table: (batch, max_pages) integers, for paged layouts. An entry that is no page hides its keys.
-        causal: query j sees no key beyond its own position. False: all see all.
-        window: a query sees keys whose position is above its own less this; at least 1.
-        softcap: a score s becomes ``softcap * tanh(s / softcap)``.
-        alibi_slopes: (h_q,) or (batch, h_q): times (position of the key - position of the query), added after softcap.
-        s_aux: (h_q,): a logit per head that joins the denominator alone. -inf is no sink, +inf makes the output 0.
-        softmax_scale: default d ** -0.5.
-        cache_starts: (batch,) integers, the first key of each sequence; below 0 counts as 0. It moves no position.
-        kind: "int8_k_int4_v" or "int4" where values are of uint8, else whatever is right for the dtypes.
-        indices: (batch, s_q, h_kv or 1, n) integers: a query sees no key whose ``position // index_block`` is not
-            among its own n.
-        index_block: tokens of a block.
+        q: as `cute_kernels.gqa_decode` takes it, of any floating-point dtype; `cute_kernels.gqa.request` has all others
+            too. Integers may be int64. Without scales codes are numbers.
         dtype: torch.float64 or torch.float32, what is computed in and returned.
 
     Returns:
@@ -506,20 +488,10 @@ def reference_append(
     layout: str,
     kind: str = "int8",
 ) -> None:
-    """Quantize tokens and write codes and scales to their slots, in place.
+    """Quantize tokens and write codes and scales to their slots, in place; arguments as of `cute_kernels.kv_append`.
 
-    Args:
-        k: (tokens, h_kv, d), bfloat16 or float16.
-        v: likewise.
-        k_cache: as the layout and the kind have it.
-        v_cache: likewise.
-        k_scale: written where tokens have scales of their own; per_tensor and per_head are only read.
-        v_scale: likewise.
-        slot_mapping: (tokens,) integers, ``page * page_size + offset``, or ``sequence * capacity + position`` without
-            pages. One that is negative or beyond the cache skips its token.
-        layout: name of the layout.
-        kind: "int8": as `quantize` does; "fp8_per_token_head": as `quantize_e4m3`; "int8_k_int4_v": keys as `quantize`
-            and values as `quantize_rotated`; "int4": both as that.
+    Kind "int8" is quantized as by `quantize`, "fp8_per_token_head" as by `quantize_e4m3`, and rotated codes as by
+    `quantize_rotated`.
     """
     known = LAYOUTS[layout]
     sizes = sizes_of(known, k_cache, v_cache)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -46,30 +47,22 @@ class Positions:
 
     def slots(self, batch: int, start: int, tokens: int, capacity: int, device: torch.device) -> torch.Tensor:
         """(batch * tokens,) int64: where tokens `start` to `start + tokens` of each sequence lie."""
-
-        def make() -> torch.Tensor:
-            first = torch.arange(batch, dtype=torch.int64, device=device).unsqueeze(1) * capacity + start
-            return (first + torch.arange(tokens, dtype=torch.int64, device=device)).flatten()
-
-        return self._once("slots", (batch, start, tokens, capacity, device), make)
+        rows = functools.partial(torch.arange, batch, dtype=torch.int64, device=device)
+        some = functools.partial(torch.arange, start, start + tokens, dtype=torch.int64, device=device)
+        key = (batch, start, tokens, capacity, device)
+        return self._once("slots", key, lambda: (rows().unsqueeze(1) * capacity + some()).flatten())
 
     def lengths(self, batch: int, length: int, device: torch.device) -> torch.Tensor:
         """(batch,) int32."""
-
-        def make() -> torch.Tensor:
-            return torch.full((batch,), length, dtype=torch.int32, device=device)
-
+        make = functools.partial(torch.full, (batch,), length, dtype=torch.int32, device=device)
         return self._once("lengths", (batch, length, device), make)
 
     def table(self, batch: int, pages: int, device: torch.device) -> torch.Tensor:
         """(batch, pages) int32: pages of each sequence, one sequence after the other."""
+        every = functools.partial(torch.arange, batch * pages, dtype=torch.int32, device=device)
+        return self._once("table", (batch, pages, device), lambda: every().view(batch, pages))
 
-        def make() -> torch.Tensor:
-            return torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
-
-        return self._once("table", (batch, pages, device), make)
-
-    def _once(self, name: str, key: Any, make: Any) -> torch.Tensor:
+    def _once(self, name: str, key: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         known = self._known.get(name)
         if known is None or known[0] != key:
             known = self._known[name] = (key, make())

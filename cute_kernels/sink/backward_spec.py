@@ -17,29 +17,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cute_kernels.sink.spec import DTYPES, ROWS, SMALL_WINDOW, SMEM_PER_CTA, groups, variants
+from cute_kernels.sink.spec import ROWS, SMALL_WINDOW, SMEM_PER_CTA, SinkSpec, groups, variants
 
 QUERIES = 64  # rows of a tile of Q and dO in the fused kernel
 DS_STAGES = 2  # query tiles with dS in shared memory: one is stored while dQ of the one before it is made
 PADDING = 192  # positions between two sequences in the statistics: see kernels/views.py
 
 
-def _reasons(dtype: str, d: int) -> list[str]:
-    reasons = []
-    if dtype not in DTYPES:
-        reasons.append(f"dtype is {dtype}; it is {' or '.join(DTYPES)}")
-    if d not in (64, 128):
-        reasons.append(f"d is {d}; it is 64 or 128")
-    return reasons
-
-
 @dataclass(frozen=True)
-class SinkBackwardSpec:
+class SinkBackwardSpec(SinkSpec):
     """Compile-time facts of :class:`cute_kernels.sink.kernels.backward.SinkBackwardKernel`, where keys stay.
 
-    dtype   "bfloat16" or "float16", of q, k, v, do, dk and dv
-    d       head dimension: 64 or 128
-    packed  sequences of different lengths, concatenated; otherwise a batch of sequences of one length
     window  whether there is a left window
     fused   whether this kernel also adds dq up in global memory
     skips   d 64 with a window, not fused: each consumer warpgroup skips the query tiles that see none of its keys
@@ -57,9 +45,6 @@ class SinkBackwardSpec:
     fused, 128 queries a tile 54.3, 64 queries 57.0.
     """
 
-    dtype: str
-    d: int
-    packed: bool = False
     window: bool = False
     fused: bool = True
     skips: bool = False
@@ -95,7 +80,7 @@ class SinkBackwardSpec:
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
-        reasons = _reasons(self.dtype, self.d)
+        reasons = super().can_implement()
         if self.skips and (self.fused or self.d != 64 or not self.window):
             reasons.append("tiles are skipped at d 64 with a window, where the kernel makes no dq")
         return reasons
@@ -176,16 +161,13 @@ class SinkBackwardSpec:
 
 
 @dataclass(frozen=True)
-class SinkQueryGradSpec:
+class SinkQueryGradSpec(SinkSpec):
     """Compile-time facts of :class:`cute_kernels.sink.kernels.query_grad.SinkQueryGradKernel`: dq, query-stationary.
 
-    dtype, d, packed, window  as in SinkBackwardSpec
+    window   as in SinkBackwardSpec
     grouped  as in SinkForwardSpec
     """
 
-    dtype: str
-    d: int
-    packed: bool = False
     window: bool = False
     grouped: bool = False
 
@@ -204,7 +186,7 @@ class SinkQueryGradSpec:
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
-        reasons = _reasons(self.dtype, self.d)
+        reasons = super().can_implement()
         if not reasons and self.stages < 2:
             reasons.append(f"{self.stages} stages in shared memory; two are needed")
         return reasons
@@ -254,26 +236,18 @@ class SinkQueryGradSpec:
 
 
 @dataclass(frozen=True)
-class SinkPrepareSpec:
+class SinkPrepareSpec(SinkSpec):
     """Compile-time facts of :class:`cute_kernels.sink.kernels.prepare.SinkPrepareKernel`.
 
-    dtype, d, packed  as in SinkBackwardSpec
     fused   whether it sets the float32 sums of dq to 0
     given   whether the caller has delta
     """
 
-    dtype: str
-    d: int
-    packed: bool = False
     fused: bool = True
     given: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.sink.kernels.prepare:SinkPrepareKernel"
     rows: ClassVar[int] = 2 * ROWS  # of a CTA
-
-    def can_implement(self) -> list[str]:
-        """Reasons, in words, why this kernel cannot be built; empty when it can."""
-        return _reasons(self.dtype, self.d)
 
     @property
     def expected(self) -> dict[str, Any]:
@@ -282,21 +256,10 @@ class SinkPrepareSpec:
 
 
 @dataclass(frozen=True)
-class SinkFinishSpec:
-    """Compile-time facts of :class:`cute_kernels.sink.kernels.finish.SinkFinishKernel`, which follows a fused backward.
-
-    dtype, d, packed  as in SinkBackwardSpec
-    """
-
-    dtype: str
-    d: int
-    packed: bool = False
+class SinkFinishSpec(SinkSpec):
+    """Compile-time facts of :class:`cute_kernels.sink.kernels.finish.SinkFinishKernel`: after a fused backward."""
 
     kernel: ClassVar[str] = "cute_kernels.sink.kernels.finish:SinkFinishKernel"
-
-    def can_implement(self) -> list[str]:
-        """Reasons, in words, why this kernel cannot be built; empty when it can."""
-        return _reasons(self.dtype, self.d)
 
     @property
     def expected(self) -> dict[str, Any]:

@@ -110,20 +110,11 @@ def reference_sink_attention(
     cu_seqlens_k: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention with sinks; arguments as in `cute_kernels.sink_attention`, of any dtype and head dimension.
-
-    Nothing that a query does not see reaches its output, NaN included.
+    """Attention with sinks. Nothing that a query does not see reaches its output, NaN included.
 
     Args:
-        q: (batch, s_q, h_q, d), or packed (tokens, h_q, d).
-        k: (batch, s_k, h_kv, d), or packed; query head h reads head ``h // (h_q // h_kv)``.
-        v: likewise.
-        s_aux: (h_q,): a logit per head that joins the denominator alone. -inf is no sink, +inf makes the output 0.
-        causal: query j, at position ``s_k - s_q + j``, sees no key past its own position.
-        window: a query sees keys whose position is above its own less this; at least 1.
-        softmax_scale: default d ** -0.5.
-        cu_seqlens_q: (batch + 1,) integers, where each packed sequence begins and the last one ends.
-        cu_seqlens_k: likewise.
+        q: as `cute_kernels.sink_attention` takes it, of any dtype and head dimension; `cute_kernels.sink.request` has
+            all others too.
         dtype: torch.float64 or torch.float32, what is computed in and returned.
 
     Returns:

@@ -17,12 +17,32 @@ GROUPED_RATIO = 4  # query heads of a KV head from which each of four warpgroups
 
 
 @dataclass(frozen=True)
-class SinkForwardSpec:
+class SinkSpec:
+    """Compile-time facts that kernels of sink attention share.
+
+    dtype   "bfloat16" or "float16", of q, k, v and out, and of their gradients
+    d       head dimension: 64 or 128
+    packed  sequences of different lengths, concatenated; otherwise a batch of sequences of one length
+    """
+
+    dtype: str
+    d: int
+    packed: bool = False
+
+    def can_implement(self) -> list[str]:
+        """Reasons, in words, why this kernel cannot be built; empty when it can."""
+        reasons = []
+        if self.dtype not in DTYPES:
+            reasons.append(f"dtype is {self.dtype}; it is {' or '.join(DTYPES)}")
+        if self.d not in (64, 128):
+            reasons.append(f"d is {self.d}; it is 64 or 128")
+        return reasons
+
+
+@dataclass(frozen=True)
+class SinkForwardSpec(SinkSpec):
     """Compile-time facts of :class:`cute_kernels.sink.kernels.forward.SinkForwardKernel`; constructor argument and key.
 
-    dtype       "bfloat16" or "float16", of q, k, v and out
-    d           head dimension: 64 or 128
-    packed      sequences of different lengths, concatenated; otherwise a batch of sequences of one length
     window      whether there is a left window; without one its comparisons are not compiled
     warpgroups  consumer warpgroups of a CTA, 64 rows each: 2 to 4
     tile        keys of a key tile
@@ -32,9 +52,6 @@ class SinkForwardSpec:
                 head
     """
 
-    dtype: str
-    d: int
-    packed: bool = False
     window: bool = False
     warpgroups: int = 2
     tile: int = 128
@@ -66,11 +83,7 @@ class SinkForwardSpec:
 
     def can_implement(self) -> list[str]:
         """Reasons, in words, why this kernel cannot be built; empty when it can."""
-        reasons = []
-        if self.dtype not in DTYPES:
-            reasons.append(f"dtype is {self.dtype}; it is {' or '.join(DTYPES)}")
-        if self.d not in (64, 128):
-            reasons.append(f"d is {self.d}; it is 64 or 128")
+        reasons = super().can_implement()
         if self.warpgroups not in WARPGROUPS:
             reasons.append(f"{self.warpgroups} warpgroups; there are 2 to 4")
         if self.tile not in TILES:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from cute_kernels.gqa.blocks_plan import INDEX_BLOCKS
 from cute_kernels.gqa.codes import CODES, KINDS
@@ -83,49 +85,23 @@ def shapes_of(options: argparse.Namespace) -> list[Shape]:
     if options.mla == (options.kv_heads is not None):
         got = "both" if options.mla else "neither"
         raise ValueError(f"--mla, --kv-heads: got {got}; needs one of them")
+    append = not options.no_append
     if options.mla:
-        topk = None if options.dense else options.topk
-        found: list[Shape] = [
-            MlaShape(
-                options.heads,
-                topk,
-                options.lengths,
-                options.max_tokens,
-                append=not options.no_append,
-                flash_mla=options.flash_mla,
-                cache_format=options.cache_format,
-                extra_cache_format=options.extra_cache_format,
-                extra_topk=options.extra_topk,
-            )
-        ]
+        shapes: list[Shape] = [_shape(MlaShape, options, append=append, topk=None if options.dense else options.topk)]
         if options.indexer is not None:
-            append = not options.no_append
-            shape = IndexShape(options.max_tokens, heads=options.index_heads, append=append, scale=options.indexer)
-            found.append(shape)
-        return found
-    shapes: list[Shape] = [
-        GqaShape(
-            heads=options.heads,
-            kv_heads=options.kv_heads,
-            head_dim=options.head_dim,
-            dtype=options.dtype,
-            kv_dtype=options.kv_dtype,
-            scales=None if options.scales == "none" else options.scales,
-            scale_dtype=options.scale_dtype,
-            layout=options.layout,
-            page_size=options.page_size,
-            max_tokens=options.max_tokens,
-            softcap=options.softcap,
-            alibi=options.alibi,
-            append=not options.no_append,
-            blocks=options.blocks,
-            index_block=options.index_block,
-        )
-    ]
+            shapes.append(_shape(IndexShape, options, append=append, heads=options.index_heads, scale=options.indexer))
+        return shapes
+    scales = None if options.scales == "none" else options.scales
+    shapes = [_shape(GqaShape, options, append=append, scales=scales)]
     if options.prefill:
-        sizes = (options.heads, options.kv_heads, options.head_dim, options.dtype, options.windows)
-        shapes += [PrefillShape(*sizes, packed) for packed in (False, True)]
+        shapes += [_shape(PrefillShape, options, packed=packed) for packed in (False, True)]
     return shapes
+
+
+def _shape(shape: type[Any], options: argparse.Namespace, **others: Any) -> Any:
+    """A shape whose fields are the options of the same names, and others."""
+    named = {field.name for field in dataclasses.fields(shape)} & vars(options).keys()
+    return shape(**{name: getattr(options, name) for name in named} | others)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,9 +13,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from bench import gqa, mla, records
-from bench.cycles import model, variants
-from bench.cycles.rates import H200, PUBLISHED_H800, Rates
-from bench.cycles.variants import (
+from bench.kernels_run import mark
+from bench.mla import HEADS_OF_CTA, MlaCase
+from bench.records import Record
+from bench.report import markdown as report_markdown
+from cute_kernels.budget import model, variants
+from cute_kernels.budget.rates import H200, PUBLISHED_H800, Rates
+from cute_kernels.budget.variants import (
     GQA_VARIANTS,
     MLA_BUILT,
     MLA_HALF,
@@ -25,10 +29,6 @@ from bench.cycles.variants import (
     MlaVariant,
     Unit,
 )
-from bench.kernels_run import mark
-from bench.mla import HEADS_OF_CTA, MlaCase
-from bench.records import Record
-from bench.report import markdown as report_markdown
 from cute_kernels.mla.plan import DecodePlan, plan_decode
 
 HEADS: Final = 128
@@ -60,18 +60,17 @@ def plan(case: MlaCase, sms: int) -> DecodePlan:
 
 
 def launch(case: MlaCase, sms: int) -> model.MlaLaunch:
-    """The plan as the budget takes it, which knows no lengths. The queries of a sequence share a dense cache.
+    """The plan as the budget takes it, which knows no lengths.
 
     Raises:
         ValueError: they are ragged.
     """
     if case.ragged:
         raise ValueError(f"case: got {case.name}, needs requests of one length")
-    made, dense, rows = plan(case, sms), case.mode == "dense", case.batch * case.s_q * case.h_q
-    readers = -(-case.h_q // HEADS_OF_CTA) * (case.s_q if dense else 1)
-    return model.MlaLaunch(
-        made.ctas, made.tiles_per_split, made.num_splits, rows, readers, made.spec.balanced, pages=dense
-    )
+    made = plan(case, sms)
+    cut = {"num_splits": made.num_splits, "ctas": made.ctas, "tiles_per_split": made.tiles_per_split}
+    sizes = {"batch": case.batch, "h_q": case.h_q, "s_q": case.s_q}
+    return model.mla_launch(mode=case.mode, **sizes, **cut, shared=made.spec.balanced)
 
 
 def built(case: MlaCase, sms: int) -> MlaVariant:
@@ -276,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record = records.read(options.results)
     if options.calibrate:
         latency, cta = calibrated(record)
-        print(f"LATENCY_CYCLES, CTA_CYCLES = {latency:.1f}, {cta:_.1f}  # in bench/cycles/variants.py")
+        print(f"LATENCY_CYCLES, CTA_CYCLES = {latency:.1f}, {cta:_.1f}  # in cute_kernels/budget/variants.py")
         print(f"now: {variants.LATENCY_CYCLES}, {variants.CTA_CYCLES:_}")
         return 0
     print_predictions()

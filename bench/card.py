@@ -16,12 +16,12 @@ import torch
 
 from bench import budget, cases, gqa, jsonl, mla, records, run, sink, timeline, unit_rates
 from bench.ceilings import measure_ceilings
-from bench.cycles import model
-from bench.cycles.rates import H200, Rates
 from bench.progress import Progress
 from bench.records import Record
 from bench.report.cases import peer_name, peer_of
 from bench.report.markdown import short
+from cute_kernels.budget import model
+from cute_kernels.budget.rates import H200, Rates
 from cute_kernels.runtime.compile import precompile
 
 SWEEP: Final = tuple(mla.MlaCase("sparse", 128, 128, 2, topk, peers=("flash_mla",)) for topk in (512, 8192, 32768))

@@ -16,10 +16,10 @@ import torch
 
 import cute_kernels
 from bench import peers
-from bench.cycles import model
 from bench.in_layer import Timing
 from bench.run import Case, Work, finite, same_bits, spread_rows
 from bench.timing import Call, sets_to_outgrow_l2
+from cute_kernels.budget import model
 from cute_kernels.merge.spec import MergeSpec
 from cute_kernels.mla.append_spec import MlaAppendSpec
 from cute_kernels.mla.plan import EXCHANGES, plan_decode

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from bench import gqa as bench_gqa
 from bench import in_layer, records, timing
-from bench.cycles.ranks import Exchange
 from bench.mla import PAGE_SIZE
 from cute_kernels import gqa_decode, mla_fp8_decode
+from cute_kernels.budget.ranks import Exchange
 from cute_kernels.distributed import context_parallel_decode, exchange, shard_lengths, symmetric
 from cute_kernels.distributed.exchange import Member, Rows, Target
 from fp8_mla import QK_DIM

@@ -14,8 +14,8 @@ from typing import Any, Final
 import torch
 
 from bench import budget
-from bench.cycles.rates import H200
 from bench.units.spec import HALF_BYTES, TILE, ConvertSpec, ExchangeSpec, GatherSpec, UnitSpec, shipped_specs
+from cute_kernels.budget.rates import H200
 from cute_kernels.runtime.compile import get_kernel
 from fp8_mla import NOPE_DIM, QK_DIM, ROPE_OFFSET, SCALE_OFFSET, TOKEN_BYTES
 from tests.kit.mla_cases import generator, latent_tokens

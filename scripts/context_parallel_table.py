@@ -25,12 +25,12 @@ sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 
 from bench import budget, gqa, mla  # noqa: E402
 from bench import ranks as bench_ranks  # noqa: E402
-from bench.cycles.ranks import Exchange, crossing_tokens, predict_ranks  # noqa: E402
 from bench.jsonl import folded  # noqa: E402
 from bench.ranks import GQA_D, GQA_HEADS, GQA_KV_HEADS, MLA_D, MLA_HEADS  # noqa: E402
 from bench.records import card_slug  # noqa: E402
 from bench.report import markdown  # noqa: E402
 from bench.report.markdown import hundredths, short  # noqa: E402
+from cute_kernels.budget.ranks import Exchange, crossing_tokens, predict_ranks  # noqa: E402
 from fp8_mla.formats import V3_2  # noqa: E402
 
 RANKS, CONTEXT = 8, 1 << 20

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
-from bench.cycles.rates import Rates
+from cute_kernels.budget.rates import Rates
 from cute_kernels.mla.spec import TOKENS_PER_TILE as TILE
 from fp8_mla.formats import V3_2
 

@@ -11,11 +11,11 @@ import pytest
 import fp8_mla
 from bench import budget as predictions
 from bench import gqa, records
-from bench.cycles import model, variants
-from bench.cycles.model import MlaLaunch, budget, calibrate, predict_gqa, predict_mla
-from bench.cycles.rates import H200, PUBLISHED_H800, Rates
-from bench.cycles.variants import GQA_VARIANTS, MLA_BUILT, MLA_VARIANTS, Exchange, GqaVariant, MlaVariant, Unit
 from bench.mla import MlaCase
+from cute_kernels.budget import model, variants
+from cute_kernels.budget.model import MlaLaunch, budget, calibrate, predict_gqa, predict_mla
+from cute_kernels.budget.rates import H200, PUBLISHED_H800, Rates
+from cute_kernels.budget.variants import GQA_VARIANTS, MLA_BUILT, MLA_VARIANTS, Exchange, GqaVariant, MlaVariant, Unit
 from tests.kit.kernel_place import printed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -313,7 +313,7 @@ def test_every_recorded_gqa_case_is_predicted(card: str, record: dict[str, Any])
 def test_the_budget_needs_nothing() -> None:
     code = """
 import sys
-import bench.cycles.model
+import cute_kernels.budget.model
 print(sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "cutlass", "cuda", "numpy", "einops"}))
 """
     assert printed(code).strip() == "[]"

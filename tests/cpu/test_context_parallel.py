@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from bench import ranks
-from bench.cycles.ranks import HALF_BYTES, NVLINK, Exchange, Link, crossing_tokens, predict_ranks
 from cute_kernels import mla_fp8_decode
+from cute_kernels.budget.ranks import HALF_BYTES, NVLINK, Exchange, Link, crossing_tokens, predict_ranks
 from cute_kernels.compat.flash_mla import flash_mla_with_kvcache
 from cute_kernels.distributed import context_parallel_decode, shard_lengths, symmetric
 from cute_kernels.distributed.exchange import Rows

@@ -168,7 +168,7 @@ formats.V3_2 = made = {MADE_UP!r}
 
 import torch, fp8_mla
 from cute_kernels import mla_fp8_append, mla_fp8_decode
-from bench.cycles import variants
+from cute_kernels.budget import variants
 from cute_kernels.runtime import arch
 
 arch.pin()

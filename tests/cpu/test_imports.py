@@ -17,7 +17,7 @@ MODULES = {
     for file in sorted((ROOT / package).rglob("*.py"))
 }
 # Directories of cute_kernels that are no rooms: one layer each.
-SHARED = ("compat", "device", "distributed", "integrations", "runtime", "warm")
+SHARED = ("budget", "compat", "device", "distributed", "integrations", "runtime", "warm")
 # The files of a room, by name or by the end of it: append_op.py is an op. launch_*.py is a launch. Device code is what
 # lies in kernels/.
 ROOM_FILES = ("checks", "codes", "launch", "layouts", "op", "plan", "reference", "request", "spec")
@@ -36,7 +36,7 @@ PROJECT = {
     "device": {"device", "formats"},
     "kernels": {"codes", "device", "formats", "kernels", "layouts", "spec"},
     "layouts": {"layouts"},
-    "plan": {"codes", "formats", "layouts", "plan", "spec"},
+    "plan": {"budget", "codes", "formats", "layouts", "plan", "spec"},
     "reference": {"codes", "formats", "fp8_mla", "layouts", "plan", "reference"},
     "runtime": {"runtime"},
     "request": {"codes", "formats", "layouts", "plan", "runtime", "spec"},
@@ -56,6 +56,7 @@ PROJECT = {
         "runtime",
         "spec",
     },
+    "budget": {"budget", "codes", "formats", "spec"},
     "warm": {"codes", "formats", "layouts", "plan", "runtime", "spec", "warm"},
     "distributed": {"distributed", "fp8_mla", "layouts", "op", "request", "runtime"},
     "compat": {"compat", "formats", "fp8_mla", "op", "plan", "public", "request", "runtime", "spec"},

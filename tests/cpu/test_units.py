@@ -8,8 +8,8 @@ import torch
 
 import fp8_mla
 from bench import timeline, unit_rates
-from bench.cycles.rates import H200
 from bench.units.spec import TILE, ConvertSpec, ExchangeSpec, GatherSpec, shipped_specs
+from cute_kernels.budget.rates import H200
 from tests.kit import sass
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from bench.cycles.rates import H200, Rates
+from cute_kernels.budget.rates import H200, Rates
 
 LSE_BYTES = 16
 """Of a row that is sent, after its output: the log-sum-exp, padded to keep rows at multiples of 16 bytes."""

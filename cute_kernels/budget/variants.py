@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, replace
 
-from bench.cycles.rates import Rates
+from cute_kernels.budget.rates import Rates
 from cute_kernels.gqa.codes import CODES
 from cute_kernels.gqa.spec import SCALES
 from cute_kernels.mla.spec import TOKENS_PER_TILE, WIDE

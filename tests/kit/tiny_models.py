@@ -22,9 +22,13 @@ TOPK: Final = 24
 LATENTS: Final = {
     "num_key_value_heads": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64,
     "q_lora_rank": 64, "index_topk": TOPK, "index_n_heads": 16, "mlp_layer_types": ["dense", "dense"],
-    "pad_token_id": 0, "eos_token_id": None, "bos_token_id": 1,
+    "pad_token_id": None, "eos_token_id": None, "bos_token_id": 1,
 }  # fmt: skip
-"""Sizes of a model with latents of 512 + 64; its indexer has random weights, which training does not touch."""
+"""Sizes of a model with latents of 512 + 64; its indexer has random weights, which training does not touch.
+
+No token is padding: torch makes its embedding 0, so that its keys all score 0, and top-k chooses among equal scores
+otherwise on a GPU than on a CPU.
+"""
 GLOBAL_HEADS: Final = {
     "head_dim": 256, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"],
     "global_head_dim": 512, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,

@@ -131,8 +131,8 @@ def tokens(found: Found) -> list[str]:
 COUNTS = ("tokens", "differ", "otherwise", "wrong")
 
 
-def mla_sums(all_found: Sequence[Found]) -> list[list[str]]:
-    """A row for each card, model and whose runs those with the plugin were compared with, vLLM's or transformers'."""
+def mla(all_found: Sequence[Found]) -> list[str]:
+    """What the page for users has of sparse MLA: a row for each card, model and whose runs ours were compared with."""
     sums: dict[tuple[str, str, str], dict[str, int]] = {}
     for found in all_found:
         for model, said in found.get("mla-tokens", {}).get("models", {}).items():
@@ -143,7 +143,8 @@ def mla_sums(all_found: Sequence[Found]) -> list[list[str]]:
                     row = sums.setdefault(key, dict.fromkeys(COUNTS, 0))
                     for name in COUNTS:
                         row[name] += case.get(name, 0)
-    return [[*key, *map(plain, row.values())] for key, row in sums.items()]
+    header = ("card", "model", "compared with", "tokens", "others", "of other keys", "wrong")
+    return table(header, [[*key, *map(plain, row.values())] for key, row in sums.items()]) if sums else []
 
 
 def mla_tokens(found: Found) -> list[str]:
@@ -237,18 +238,6 @@ def step_pairs(found: Found) -> list[tuple[str, Mapping[str, Any], Mapping[str, 
             )
             pairs += [(heads, mine[key], peer[key]) for key in mine if key in peer]
     return pairs
-
-
-def mla(all_found: Sequence[Found]) -> list[str]:
-    """What the page for users has of sparse MLA: sums of tokens, and what steps and our indexer came to."""
-    facts = []
-    for found in all_found:
-        engines = found.get("mla-tokens", {}).get("engines", {}).values()
-        said = [*(shadow(engine["shadow"]) for engine in engines if "shadow" in engine), *mla_steps(found)[-1:]]
-        facts += [f"- {card_slug(found['card']).upper()}, {found['date']}: {sentence}" for sentence in said]
-    rows = mla_sums(all_found)
-    header = ("card", "model", "compared with", "tokens", "others", "of other keys", "wrong")
-    return paragraphs(table(header, rows) if rows else [], facts)
 
 
 def run(found: Found) -> str:

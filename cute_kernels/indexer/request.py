@@ -72,7 +72,7 @@ class TopkInputs(TypedDict):
     """What `index_topk` is called with by position.
 
     logits: (rows, width) float32, width up to 4,718,589. Rows are contiguous, any distance apart, and may begin at any
-        multiple of 4 bytes. What is beyond a row's length is not looked at.
+        multiple of 4 bytes. What is beyond a row's length may be anything.
     lengths: (rows,) int32: how many logits each row has. Negative counts as 0; more than the row holds is cut off.
     topk: 1 to 2048. A row of no more logits gets all its positions.
     """
@@ -88,8 +88,9 @@ class TopkOptions(TypedDict, total=False):
     block_table: (batch, max_pages) int32, rows a multiple of batch: rows of a request are neighbours. With it the
         result is slots, ``table[position // page_size] * page_size + position % page_size``, and -1 where the table
         ends before, names a negative page, or the slot is no int32.
-    page_size: tokens of a page, given exactly where `block_table` is.
-    row_starts: (rows,) int32: the logit that position 0 of a row is, such as in prompts. Default: the first.
+    page_size: tokens of a page, given if and only if `block_table` is.
+    row_starts: (rows,) int32: the column where position 0 of a row is, for prompts, whose rows share a buffer. Default:
+        column 0.
     out: (rows, topk) int32: where to write the result; rows contiguous. It shares memory with no other argument.
     """
 
@@ -130,13 +131,13 @@ class DecodeOptions(TypedDict, total=False):
         what each query sees, such as (position + 1) // 4 in DeepSeek-V4.
     topk: 1 to 2048. A query that sees no more keys gets all of them.
     slot_table: (batch, pages) int32: the block table of the cache that slots are wanted for. Default: block_table.
-    slot_page_size: tokens of a page of that cache, given exactly where `slot_table` is.
-    first: so many first keys are always chosen; they count in topk, and so do `last`.
-    last: so many last keys that a query sees are always chosen.
+    slot_page_size: tokens of a page of that cache, given if and only if `slot_table` is.
+    first: number of first keys that are always chosen; they count in topk.
+    last: number of last keys, of those that a query sees, that are always chosen; they count in topk.
     return_positions: positions instead of slots.
     out: (batch, s_q, topk) int32, contiguous: where to write the result.
-    logits: (batch, s_q, max_pages * page_size) float32, contiguous: where to write the logits. Those of no key are left
-        alone. Both share memory with no other argument.
+    logits: (batch, s_q, max_pages * page_size) float32, contiguous: where to write the logits. Those of no key
+        stay as they are. `out` and `logits` share memory with no other argument.
     """
 
     block_table: torch.Tensor | None

@@ -18,20 +18,6 @@ def _say(options: dict[str, Any], messages: Messages) -> None:
         messages.send(text, options.get("data"))
 
 
-def _measure(options: dict[str, Any], messages: Messages) -> None:
-    """Says when it has the card and for how long."""
-    messages.wait_for_card()
-    begin = time.monotonic()
-    time.sleep(options.get("seconds", 0.05))
-    messages.send("span", (begin, time.monotonic()))
-
-
-def _sleep(options: dict[str, Any], messages: Messages) -> None:
-    begin = time.monotonic()
-    time.sleep(options["seconds"])
-    messages.send("span", (begin, time.monotonic()))
-
-
 def _fail(options: dict[str, Any], messages: Messages) -> None:
     messages.send("case", 1)
     print("in the log")
@@ -52,9 +38,3 @@ def _child(options: dict[str, Any], messages: Messages) -> None:
     with subprocess.Popen([sys.executable, "-c", code]):
         messages.send("began")
         time.sleep(30)
-
-
-def _environment(options: dict[str, Any], messages: Messages) -> None:
-    import sys
-
-    messages.send("modules", "tests.kit.pool_preloaded" in sys.modules)

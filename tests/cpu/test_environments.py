@@ -3,7 +3,8 @@
 A model sets torch's default dtype, loads weights under a default device of meta, serves in inference mode and compiles.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -79,8 +80,16 @@ def test_inputs_are_the_same(name: str, environment: str) -> None:
     assert all(made[key] == value for key, value in arguments.items() if not isinstance(value, torch.Tensor))
 
 
-@pytest.mark.parametrize(("dynamic", "environment"), [(None, "torch.float64"), (True, "meta")])
-@EACH_SAMPLE
+def compiled_ways() -> Iterator[tuple[str, bool | None, str]]:
+    """Samples of an operator take turns at two ways; an operator with one sample goes both."""
+    ways = [(None, "torch.float64"), (True, "meta")]
+    for _, names in itertools.groupby(sorted(SAMPLES), key=lambda name: name.partition(",")[0]):
+        samples = list(names)
+        for name, way in zip(samples * 2 if len(samples) == 1 else samples, itertools.cycle(ways), strict=False):
+            yield name, *way
+
+
+@pytest.mark.parametrize(("name", "dynamic", "environment"), compiled_ways())
 def test_compiled_calls_are_the_same(name: str, dynamic: bool | None, environment: str) -> None:
     torch._dynamo.reset()
     sample = SAMPLES[name]

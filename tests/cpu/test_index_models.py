@@ -24,7 +24,7 @@ HEADS = {"deepseek_v32": 64, "glm_moe_dsa": 32, "hy_v4": 16, "deepseek_v4": 64}
 CLASSES = {
     "deepseek_v32": "DeepseekV32", "glm_moe_dsa": "GlmMoeDsa", "hy_v4": "HYV4", "deepseek_v4": "DeepseekV4"
 }  # fmt: skip
-TOKENS, TOPK, BATCH, S_Q, PAGE = 1200, 64, 2, 8, 64
+TOKENS, TOPK, BATCH, S_Q, PAGE = 600, 64, 2, 8, 64
 MIN_SHARE, NEAR = 0.9, 0.35
 """Of the choice; and how far from rank k a key may be that only one chooses, in standard deviations of a row."""
 

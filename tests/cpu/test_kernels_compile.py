@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from cute_kernels.gqa.spec import GqaDecodeSpec
 from cute_kernels.mla import spec as mla_spec
 from cute_kernels.mla.crossover.spec import MlaCrossoverSpec
 from cute_kernels.mla.spec import MlaDecodeSpec
 from tests.cpu.tiny_spec import TinySpec
 from tests.kit import sass
-from tests.kit.sass import KernelCode, SassReport, listings, reports
+from tests.kit.sass import KernelCode, SassReport, reports
 from tests.kit.sass import report as report_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,19 +84,26 @@ def found(request: pytest.FixtureRequest) -> Iterator[Callable[[str], list[SassR
 @pytest.mark.parametrize("name", BATCHES)
 def test_compiles_within_its_budget(name: str, found: Callable[[str], list[SassReport]]) -> None:
     problems = {
-        repr(spec): spec.can_implement() + code.problems(spec.expected)
+        repr(spec): [*spec.can_implement(), *code.problems(spec.expected), *problems_of(spec, code)]
         for spec, code in zip(BATCHES[name], found(name), strict=True)
     }
     assert problems == dict.fromkeys(problems, [])
 
 
-def test_inf_of_empty_rows_is_chosen_where_results_are_stored() -> None:
-    """By the epilogue where a CTA has all keys of a query, for each of a thread's rows, and by the merge."""
-    for spec, lines in zip(FLASH_MLA, listings(FLASH_MLA), strict=True):
-        whole_queries = not spec.split or spec.balanced
+def problems_of(spec: Any, code: SassReport) -> list[str]:
+    """What is wrong with the order or the operands of instructions, in kernels that rely on these."""
+    (kernel,) = code.kernels
+    if isinstance(spec, GqaDecodeSpec):
+        # loads that waited behind uncoalesced ones read the next tile: 1 of 70 calls was wrong on an H200 under load
+        return [f"{arrival} while a load of the stage is under way" for arrival in kernel.arrivals_before_loads()]
+    if spec in FLASH_MLA:
+        # +inf of empty rows: by the epilogue where a CTA has all keys of a query, for each of a thread's rows, and by
+        # the merge
         rows = 2 if isinstance(spec, MlaCrossoverSpec) else 1
-        choices = [line for line in lines if " FSEL " in line and "+INF" in line]
-        assert len(choices) == rows * whole_queries + spec.split, spec
+        needed = rows * (not spec.split or spec.balanced) + spec.split
+        choices = [line for line in kernel.lines if " FSEL " in line and "+INF" in line]
+        return [] if len(choices) == needed else [f"{len(choices)} choices of +inf, needs {needed}"]
+    return []
 
 
 def test_every_room_ships_specs() -> None:

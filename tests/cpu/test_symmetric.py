@@ -16,7 +16,7 @@ from cute_kernels.distributed.exchange import Member, Rows, Target
 from cute_kernels.merge import peers_op
 from cute_kernels.merge.peers_op import PeerMemory, buffer_bytes, needed_bytes, unsupported
 from cute_kernels.merge.peers_spec import CTAS, FLAG_BYTES, MAX_RANKS, PeerMergeSpec, shipped_specs
-from tests.kit.sass import listing as listing_of
+from tests.kit import sass
 
 GPU = torch.device("cuda", 0)
 HALF = symmetric.HALF_BYTES
@@ -388,7 +388,7 @@ def test_what_the_kernel_is_given(
 @pytest.mark.parametrize("spec", shipped_specs()[:2], ids=repr)
 def test_flags_are_ordered_at_system_scope(spec: PeerMergeSpec) -> None:
     """Rows, barrier, fence, flag; then the wait, L1 dropped, barrier, and only then the states."""
-    lines = listing_of(spec)
+    (lines,) = sass.listings([spec])
 
     def places(*parts: str) -> list[int]:
         return [i for i, line in enumerate(lines) if all(part in line for part in parts)]

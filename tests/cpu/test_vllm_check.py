@@ -2,7 +2,6 @@
 
 import json
 import time
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +36,6 @@ def found_by_children(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- processes
 
 
-def test_a_job_hands_on_what_it_finds_and_starts_after_what_it_needs(tmp_path: Path) -> None:
-    last = Job("last", "say", needs=("first", "saved", "bad over"))
-    jobs = [last, Job("bad", "fail"), Job("first", "say", {"events": ["saved"], "data": [1]})]
-    events, left = served(jobs, tmp_path)
-    assert left == {}
-    assert ("first", "saved", [1]) in events and ("last", "done", None) in events
-    starts = [name for name, event, _ in events if event == "started"]
-    assert starts.index("last") > max(starts.index("bad"), starts.index("first"))
-
-
 def test_what_waits_for_something_that_does_not_come_is_left_out(tmp_path: Path) -> None:
     jobs = [Job("bad", "fail"), Job("orphan", "say", needs=("bad",)), Job("later", "say", phase=1)]
     events, left = served(jobs, tmp_path)
@@ -67,40 +56,6 @@ def test_a_process_that_dies_says_what_its_log_ends_with(tmp_path: Path) -> None
     (failed,) = [data for _, event, data in events if event == "failed"]
     assert "last words" in failed
     assert ("other", "done", None) in events
-
-
-def test_those_that_measure_are_alone(tmp_path: Path) -> None:
-    jobs = [Job(f"check{i}", "sleep", {"seconds": 0.2}) for i in range(3)]
-    jobs += [Job(f"measure{i}", "measure", {"seconds": 0.2}) for i in range(3)]
-    jobs += [Job("later", "sleep", {"seconds": 0.1}, phase=1)]
-    events, left = served(jobs, tmp_path, slots=2)
-    spans = {name: data for name, event, data in events if event == "span"}
-    assert left == {} and len(spans) == len(jobs)
-    for name, (begin, end) in spans.items():
-        if name.startswith("measure"):
-            assert all(e <= begin or b >= end for other, (b, e) in spans.items() if other != name)
-    # all have started before the first is given the card: starting is what takes long
-    starts = [i for i, (name, event, _) in enumerate(events) if event == "started" and name != "later"]
-    assert max(starts) < min(i for i, (name, event, _) in enumerate(events) if event == "span" and "measure" in name)
-
-
-def test_those_that_wait_for_the_card_get_it_before_others_start_in_the_memory_that_is_free(tmp_path: Path) -> None:
-    jobs = [Job(f"measure{i}", "measure", {"seconds": 0.1}, gigabytes=6) for i in range(4)]
-    events, left = served(jobs, tmp_path, seconds=30, gigabytes=13)
-    order = [(event, name[-1]) for name, event, _ in events if event in ("started", "span")]
-    assert left == {} and len(order) == 8
-    assert {name for event, name in order[:2]} == {"0", "1"} == {name for event, name in order[2:4]}
-
-
-def test_memory_is_shared_out(tmp_path: Path) -> None:
-    jobs = [Job(f"job{i}", "sleep", {"seconds": 0.1}, gigabytes=6) for i in range(3)]
-    jobs.append(Job("too large", "sleep", {"seconds": 0.1}, gigabytes=60))
-    events, left = served(jobs, tmp_path, gigabytes=13)
-    running = most = 0
-    for _, event, _ in events:
-        running += {"started": 1, "done": -1}.get(event, 0)
-        most = max(most, running)
-    assert most == 2 and left == {}  # what never fits runs alone, and finds out itself
 
 
 def test_the_time_ends_what_runs_and_leaves_out_the_rest(tmp_path: Path) -> None:
@@ -126,22 +81,6 @@ def test_the_time_ends_what_runs_and_leaves_out_the_rest(tmp_path: Path) -> None
     assert not file.exists(), "what a job has started outlives it"
 
 
-def test_a_job_has_a_time_of_its_own(tmp_path: Path) -> None:
-    events, left = served([Job("long", "sleep", {"seconds": 60}, seconds=1), Job("good", "say")], tmp_path)
-    assert left == {}
-    assert [data for _, event, data in events if event == "failed"] == ["took more than 1 s"]
-
-
-def test_modules_are_imported_once_unless_a_job_is_fresh(tmp_path: Path) -> None:
-    preload = ("tests.kit.pool_preloaded",)
-    server: Any = forkserver
-    server._forkserver._stop()  # that of other tests has not imported it
-    jobs = [Job("forked", "environment"), Job("fresh", "environment", fresh=True)]
-    events, _ = served(jobs, tmp_path, preload=preload)
-    found = {name: data for name, event, data in events if event == "modules"}
-    assert found == {"forked": True, "fresh": False}
-
-
 # ---- the plan
 
 
@@ -152,66 +91,16 @@ def plan(tmp_path: Path, *arguments: str) -> dict[str, Job]:
     return {job.name: job for job in found}
 
 
-def test_the_plan_begins_with_what_tells_most(tmp_path: Path) -> None:
-    found = plan(tmp_path, "--parts", "tokens,speed,sparse")
-    engines = [job for job in found.values() if job.kind == "serve"]
-    assert len(engines) == 18 and [job.name for job in engines][0] == "llama-int8_per_token_head-graphs"
-    assert {job.phase for job in found.values() if job.kind == "measure"} == {0}
-    assert max(job.phase for job in engines) > found["sparse"].phase > engines[0].phase
-    events = {"warm over", "card", "saved llama", "saved gpt_oss", "train-llama over", "train-gpt_oss over"}
-    assert set().union(*(job.needs for job in found.values())) == events
-    assert "train-llama over" not in plan(tmp_path, "--parts", "speed")["cute-int8"].needs
-
-
-def test_timed_engines_have_room_for_all_their_requests(tmp_path: Path) -> None:
-    found = plan(tmp_path, "--parts", "speed", "--contexts", "1024,32768", "--batches", "1,64")
-    job = found["cute-bf16"]
-    tokens = 64 * (32768 + vllm_engine.STEPS + vllm_engine.PROFILED)
-    assert job.options["engine"]["kv_cache_memory_bytes"] >= tokens * 4 * 2 * 8 * 128 * 2
-    assert job.options["engine"]["max_model_len"] >= 32768 + vllm_engine.STEPS
-    assert job.gigabytes * 1e9 > job.options["engine"]["kv_cache_memory_bytes"]
-    assert set(found) == {"warm", "probe", *vllm_check.BACKENDS}
-
-
-def test_small_models_are_served_first_and_timed_ones_next(tmp_path: Path) -> None:
-    found = plan(tmp_path, "--parts", "mla-tokens,mla-steps", "--models", ",".join(vllm_mla.MODELS))
-    assert not [job for job in plan(tmp_path, "--parts", "mla-tokens") if "v4" in job]
-    served = [job for job in found.values() if job.kind == "mla-serve"]
-    assert [job.name for job in served][:2] == ["v32-16-stock-eager", "v32-16-ours-eager"] and len(served) == 32
+def test_each_run_with_the_plugin_is_compared_with_one_without(tmp_path: Path) -> None:
+    served = [
+        job
+        for job in plan(tmp_path, "--parts", "mla-tokens", "--models", ",".join(vllm_mla.MODELS)).values()
+        if job.kind == "mla-serve"
+    ]
+    assert len(served) == 32 and all(job.options["plugin"] is ("ours" in job.name) for job in served)
+    found = {job.name: job for job in served}
     assert found["v32-16-ours-given"].options["takes"] == found["v32-16-stock-eager"].options["keeps"]
     assert "v32-16-stock-eager" in found["v32-16-ours-given"].needs
-    assert all(job.options["plugin"] is ("ours" in job.name) for job in served)
-    assert all(job.phase == (2 if "v4" in job.name else 0) for job in served)
-    assert [job.name[-6:] for job in served[-6:]] == ["drafts"] * 6
-    first, *others = (job for job in served if "v4" in job.name)
-    assert first.name == "v4-64-stock-eager" and first.options["first"] and "saved v4-64" not in first.needs
-    assert all("saved v4-64" in job.needs and not job.options["first"] for job in others)
-    assert "v4-ahead over" in first.needs and found["v4-ahead"].phase == first.phase
-    timed = found["steps-stock-128"]
-    tokens = 64 * (131072 + vllm_engine.STEPS + vllm_engine.PROFILED)
-    assert timed.phase == 1 and timed.options["engine"]["kv_cache_memory_bytes"] >= tokens * 4 * (656 + 132)
-    assert not timed.options["plugin"] and timed.options["engine"]["max_model_len"] >= 131072 + vllm_engine.STEPS
-    heads = {(type(shape).__name__, shape.heads) for shape, _, _ in vllm_jobs.warm_calls(["mla-tokens"], 1024)}
-    assert heads == {("MlaShape", 16), ("MlaShape", 64), ("MlaShape", 128), ("IndexShape", 32), ("IndexShape", 64)}
-
-
-def test_engines_that_are_asked_for_first_tokens_take_prompts_in_parts(tmp_path: Path) -> None:
-    found = plan(tmp_path, "--parts", "first", "--layers", "2", "--backends", "cute-fp8,flash-fp8")
-    assert set(found) == {"warm", "probe", "first-cute-fp8", "first-flash-fp8"}
-    engine = found["first-cute-fp8"].options["engine"]
-    longest = max(tokens for _, tokens in vllm_check.FIRST)
-    assert engine["max_num_batched_tokens"] < longest < engine["max_model_len"]
-    tokens = max(n * tokens for n, tokens in vllm_check.FIRST)
-    assert engine["kv_cache_memory_bytes"] >= tokens * 2 * 2 * 8 * 128
-
-
-def test_kernels_that_are_compiled_beforehand_are_those_of_the_layers() -> None:
-    wanted = vllm_jobs.warm_calls(["tokens", "speed", "sparse"], 32896)
-    shapes = {type(shape).__name__ for shape, _, _ in wanted}
-    assert shapes == {"GqaShape", "PrefillShape", "PromptShape", "MlaShape"}
-    heads = {shape.heads for shape, _, _ in wanted}
-    assert {4, 8, 16, 32, 128} <= heads
-    assert not [shape for shape, _, _ in vllm_jobs.warm_calls(["prompts"], 1024)]
 
 
 # ---- what is found

@@ -1,12 +1,8 @@
 """Tables and plots of vLLM from a made-up run of scripts/vllm_check.py."""
 
-import json
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from bench.report import pages, vllm
+from bench.report import vllm
 
 
 def cases(ms: float, contexts: tuple[int, ...] = (1024, 8192)) -> list[dict[str, Any]]:
@@ -100,35 +96,3 @@ def test_what_was_not_measured_has_no_table() -> None:
     few = {key: value for key, value in made_up().items() if key in ("card", "date", "versions")}
     assert vllm.page([few]) == ["NVIDIA H200, 2026-01-02, vllm 0.26.0, torch 2.11.0:"]
     assert vllm.page([]) == vllm.speeds([]) == vllm.speeds([few]) == []
-
-
-def test_the_table_of_the_page_has_the_longest_context_of_runs_with_most_layers() -> None:
-    run = made_up()
-    sixteen = {**run, "card": "NVIDIA H100 80GB HBM3", "speed": {**run["speed"], "layers": 16}}
-    header, _, first, *others = vllm.speeds([run, sixteen])
-    assert header == "| cache, other backend, batch x context | H100: a token, ms | faster | attention alone |"
-    assert first == "| int8_per_token_head, Triton, 1 x 8192 | 2 | 2.50 x | 2.50 x |"
-    assert not any("1024" in line for line in others)
-
-
-def test_records_are_read_from_disk(tmp_path: Path) -> None:
-    (tmp_path / "results" / "vllm").mkdir(parents=True)
-    (tmp_path / "results" / "vllm" / "h200.json").write_text(json.dumps(made_up()))
-    found = pages.read(tmp_path)
-    assert found.cards == found.ranks == [] and "| 64 x 8192 | 4 | 10 |" in pages.render(found, "vllm")
-    assert pages.render(found, "mla") == pages.NO_CASES
-
-
-def test_the_plot_is_the_same_each_time(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="plots need matplotlib")
-    from functools import partial
-
-    from bench import svg
-
-    texts = []
-    for _ in range(2):
-        assert svg.write({"a.svg": partial(vllm.speed_plot, made_up())}, tmp_path) == ["a.svg"]
-        texts.append((tmp_path / "a.svg").read_text())
-    assert texts[0] == texts[1]
-    assert "int8_per_token_head" in texts[0] and "dashed: FlashAttention 3" in texts[0]
-    assert svg.write({"b.svg": partial(vllm.speed_plot, {"speed": {}})}, tmp_path) == []

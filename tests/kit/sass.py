@@ -24,8 +24,8 @@ import tempfile
 import unittest.mock
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -57,6 +57,8 @@ class KernelCode:
     local      bytes of local memory per thread
     shared     bytes of static shared memory; what a launch asks for dynamically is not in a cubin
     opcodes    how often each full opcode, such as "LDG.E.128.CONSTANT", stands in the code
+    lines      its instructions as nvdisasm prints them
+    code       their encodings, 16 bytes each
     """
 
     name: str
@@ -65,10 +67,34 @@ class KernelCode:
     local: int
     shared: int
     opcodes: Mapping[str, int]
+    lines: Sequence[str] = field(default=(), repr=False)
+    code: bytes = field(default=b"", repr=False)
 
     def count(self, instruction: str) -> int:
         """Instructions that have `instruction` among the parts of their opcode: "HGMMA", "LDG.E.128", "E4M3"."""
         return sum(n for opcode, n in self.opcodes.items() if f".{instruction}." in f".{opcode}.")
+
+    def arrivals_before_loads(self) -> list[str]:
+        """Arrivals on mbarriers that a warp makes while its loads of matrices (LDSM) have not returned.
+
+        A load that waits behind others reads shared memory after such an arrival, when TMA may have filled the stage
+        again. An instruction waits for the scoreboards of its mask; a fence waits for all that is under way.
+        """
+        found: list[str] = []
+        under_way: set[int] = set()
+        for opcode, (_, upper) in zip(map(_opcode, self.lines), struct.iter_unpack("<QQ", self.code), strict=True):
+            control = upper >> 41
+            mask, writes = control >> 11 & 63, control >> 5 & 7
+            under_way = {scoreboard for scoreboard in under_way if not mask >> scoreboard & 1}
+            if opcode.startswith(("MEMBAR", "EXIT")):
+                under_way = set()
+            elif opcode.startswith("LDS"):  # loads without a scoreboard return before the next one that has it
+                if writes != _NO_SCOREBOARD and _NO_SCOREBOARD in under_way:
+                    under_way = under_way - {_NO_SCOREBOARD} | {writes}
+                under_way |= {writes} if opcode.startswith("LDSM") else set()
+            elif opcode.startswith("SYNCS.ARRIVE") and under_way:
+                found.append(opcode)
+        return found
 
 
 @dataclass(frozen=True)
@@ -197,21 +223,9 @@ def report(spec: KernelSpec) -> SassReport:
     return reports([spec])[0]
 
 
-def listings(specs: Iterable[KernelSpec]) -> list[list[str]]:
+def listings(specs: Iterable[KernelSpec]) -> list[Sequence[str]]:
     """The instructions of the one kernel of each spec, a line each."""
-    return [lines for listed in _listings(map(_only_cubin, specs)) for lines in listed.values()]
-
-
-@functools.cache
-def listing(spec: KernelSpec) -> list[str]:
-    """The instructions of the one kernel of a spec."""
-    (lines,) = listings([spec])
-    return lines
-
-
-def _only_cubin(spec: KernelSpec) -> bytes:
-    (cubin,) = compiled(spec).cubins
-    return cubin
+    return [kernel.lines for found in reports(specs) for kernel in found.kernels]
 
 
 def digest(spec: KernelSpec) -> str:
@@ -251,7 +265,7 @@ def embedded_cubins(data: bytes) -> list[bytes]:
 
 def _kernels(cubin: bytes, listed: Mapping[str, list[str]]) -> list[KernelCode]:
     """The kernels of a cubin, whose instructions are `listed` by name."""
-    opcodes = {name: Counter(map(_opcode, lines)) for name, lines in listed.items()}
+    code = _machine_code(cubin)
     return [
         KernelCode(
             name=match["name"],
@@ -259,34 +273,12 @@ def _kernels(cubin: bytes, listed: Mapping[str, list[str]]) -> list[KernelCode]:
             stack=int(match["stack"]),
             local=int(match["local"]),
             shared=int(match["shared"]),
-            opcodes=opcodes[match["name"]],
+            opcodes=Counter(map(_opcode, listed[match["name"]])),
+            lines=listed[match["name"]],
+            code=code[match["name"]],
         )
         for match in _usage(cubin)
     ]
-
-
-def arrivals_before_loads(spec: KernelSpec) -> list[str]:
-    """Arrivals on mbarriers that a warp makes while its loads of matrices (LDSM) have not returned.
-
-    A load that waits behind others reads shared memory after such an arrival, so TMA may have filled the stage again.
-    An instruction waits for the scoreboards of its mask; a fence waits for all that is under way.
-    """
-    found: list[str] = []
-    under_way: set[int] = set()
-    (code,) = _machine_code(_only_cubin(spec)).values()
-    for opcode, (_, upper) in zip(map(_opcode, listing(spec)), struct.iter_unpack("<QQ", code), strict=True):
-        control = upper >> 41
-        mask, writes = control >> 11 & 63, control >> 5 & 7
-        under_way = {scoreboard for scoreboard in under_way if not mask >> scoreboard & 1}
-        if opcode.startswith(("MEMBAR", "EXIT")):
-            under_way = set()
-        elif opcode.startswith("LDS"):  # loads without a scoreboard return before the next one that has it
-            if writes != _NO_SCOREBOARD and _NO_SCOREBOARD in under_way:
-                under_way = under_way - {_NO_SCOREBOARD} | {writes}
-            under_way |= {writes} if opcode.startswith("LDSM") else set()
-        elif opcode.startswith("SYNCS.ARRIVE") and under_way:
-            found.append(opcode)
-    return found
 
 
 def find_warnings(said: str) -> tuple[str, ...]:

@@ -1,1 +1,0 @@
-"""What a pool of processes imports beforehand in tests."""

@@ -26,6 +26,12 @@ from cute_kernels import (
     sink_attention_backward,
 )
 from cute_kernels.compat.flash_mla import flash_mla_with_kvcache
+from cute_kernels.gqa import request as gqa_request
+from cute_kernels.indexer import request as index_request
+from cute_kernels.merge import request as merge_request
+from cute_kernels.mla import request as mla_request
+from cute_kernels.runtime.ops import Operator
+from cute_kernels.sink import request as sink_request
 from fp8_mla import QK_DIM, TOKEN_BYTES, V_DIM
 from tests.kit import bad_input_gqa as gqa
 from tests.kit import bad_input_index as index
@@ -41,13 +47,24 @@ ERROR = r"(?s)^[\w, ]*\b{}\b[\w, ]*: got .+[,;] (needs|known are|layout .+ needs
 class Table:
     """A public function, a valid call of it on a device, and changes that make the call wrong there.
 
-    outputs  arguments that hold NaN, or the number 7, before a call and must hold it after a refused one
+    operator  behind the function; None for an adapter
+    special   changes that the operator's table does not say
     """
 
     function: Callable[..., Any]
+    operator: Operator | None
     right: Callable[[str], Call]
-    wrong: Callable[[str], Wrong]
-    outputs: tuple[str, ...] = ("out", "lse")
+    special: Callable[[str], Wrong]
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Arguments that hold NaN, or the number 7, before a call and must hold it after a refused one."""
+        return self.operator.written if self.operator else ("out",)
+
+    def wrong(self, device: str) -> Wrong:
+        """All changes, by label."""
+        general = bad.wrong_anywhere(self.operator, self.right(device)) if self.operator else {}
+        return {**general, **self.special(device)}
 
     def call(self, label: str, device: str) -> tuple[str, Call]:
         """The argument that the error of a wrong call names, and that call."""
@@ -112,7 +129,7 @@ def sparse_wrong(device: str) -> Wrong:
     return {
         **bad.wrong_tensor(
             call, "q", (BATCH, HEADS, QK_DIM), (*ROWS, 544), (BATCH, S_Q, 0, QK_DIM), (BATCH, S_Q, 129, QK_DIM),
-            (BATCH, 0, HEADS, QK_DIM), dtypes=[FP16], off=2, rows=4, spread=True, needed=True, first=True,
+            (BATCH, 0, HEADS, QK_DIM), dtypes=[FP16], off=2, rows=4, spread=True,
         ),
         **wrong_cache(call, 592),
         "kv_cache with pages 4 bytes off": ("kv_cache", strided_pages),
@@ -126,15 +143,8 @@ def sparse_wrong(device: str) -> Wrong:
         **bad.wrong_tensor(call, "out", (*ROWS, QK_DIM), (BATCH * S_Q, HEADS, V_DIM), dtypes=[F32], off=2, spread=True),
         **bad.wrong_tensor(call, "lse", (BATCH, HEADS, S_Q), dtypes=[BF16, F64]),
         **bad.wrong_options(
-            num_splits=bad.SPLITS, softmax_scale=bad.SCALES, causal=bad.FLAGS, exchange=("keys", 2),
-            scores=("bf16", 8, "fp8"), cache_layout=("rows", 1, "planar"), cache_format=("v3",),
+            exchange=("keys", 2), scores=("bf16", 8, "fp8"), cache_layout=("rows", 1, "planar"), cache_format=("v3",)
         ),
-        **bad.overlapping(call, "out", "lse"),
-        "out and lse in one memory": ("out", bad.sharing(call, "out", "lse")),
-        **{f"out in the memory of {name}": ("out", bad.sharing(call, "out", name)) for name in ("q", "kv_cache")},
-        **{f"lse in the memory of {name}": ("lse", bad.sharing(call, "lse", name))
-           for name in ("indices", "topk_length", "s_aux")},
-        "everything on another device": ("q", bad.all_elsewhere(call)),
         "neither kind of keys": ("indices", {"indices": None, "topk_length": None}),
         "topk_length alone": ("indices", {"indices": None}),
         "indices and a table": ("indices", {"topk_length": None, "block_table": table}),
@@ -150,7 +160,7 @@ def wrong_cache(call: Call, num_bytes: int) -> Wrong:
         (PAGES, 0, TOKEN_BYTES),
     )  # fmt: skip
     return {
-        **bad.wrong_tensor(call, "kv_cache", *shapes, dtypes=[I8, BF16], off=8, rows=8, spread=True, needed=True),
+        **bad.wrong_tensor(call, "kv_cache", *shapes, dtypes=[I8, BF16], off=8, rows=8, spread=True),
         "kv_cache of more slots than 31 bits count": ("kv_cache", many_slots),
     }
 
@@ -181,15 +191,9 @@ def append_call(device: str) -> Call:
 def append_wrong(device: str) -> Wrong:
     call = append_call(device)
     return {
-        **bad.wrong_tensor(
-            call, "kv", (3, 1, QK_DIM), (3, 544), dtypes=[F32], off=2, rows=4, spread=True, needed=True, first=True
-        ),
+        **bad.wrong_tensor(call, "kv", (3, 1, QK_DIM), (3, 544), dtypes=[F32], off=2, rows=4, spread=True),
         **wrong_cache(call, 576),
-        **bad.wrong_tensor(call, "slot_mapping", (4,), (3, 1), dtypes=[torch.int16, torch.uint64], needed=True),
-        **bad.overlapping(call, "kv_cache"),
-        "slot_mapping in the memory of the cache": ("kv_cache", bad.sharing(call, "kv_cache", "slot_mapping")),
-        "kv in the memory of the cache": ("kv_cache", bad.sharing(call, "kv_cache", "kv")),
-        "everything on another device": ("kv", bad.all_elsewhere(call)),
+        **bad.wrong_tensor(call, "slot_mapping", (4,), (3, 1), dtypes=[torch.int16, torch.uint64]),
     }
 
 
@@ -218,19 +222,14 @@ def merge_wrong(device: str) -> Wrong:
     return {
         **bad.wrong_tensor(
             call, "outs", (64,), (0, 3, 4, 64), (2, 3, 4, 60), (2, 3, 4, 1024), dtypes=[F64], off=4, rows=2,
-            spread=True, needed=True, first=True,
+            spread=True,
         ),
-        **bad.wrong_tensor(call, "lses", (2, 4, 3), dtypes=[BF16, F64], needed=True),
+        **bad.wrong_tensor(call, "lses", (2, 4, 3), dtypes=[BF16, F64]),
         **bad.wrong_tensor(call, "s_aux", (3,), dtypes=[BF16]),
         "s_aux of states without heads": ("s_aux", headless),
         **bad.wrong_tensor(call, "out", (3, 4, 32), dtypes=[F64], off=8, spread=True),
         "out that cannot be viewed": ("out", {**six, "out": new(3, 2, 2, 4, 64).transpose(0, 1)}),
         **bad.wrong_tensor(call, "lse", (4, 3), dtypes=[FP16]),
-        **bad.overlapping(call, "out", "lse"),
-        "out and lse in one memory": ("out", bad.sharing(call, "out", "lse")),
-        "out the first of outs": ("out", {"outs": (outs := bad.nans(device, 2, 3, 4, 64, dtype=F32)), "out": outs[0]}),
-        "lse the first of lses": ("lse", {"lses": (lses := bad.nans(device, 2, 3, 4, dtype=F32)), "lse": lses[0]}),
-        "everything on another device": ("outs", bad.all_elsewhere(call)),
     }  # fmt: skip
 
 
@@ -260,12 +259,11 @@ def flash_wrong(device: str) -> Wrong:
     k_cache = call["k_cache"]
     dense = {"indices": None, "topk_length": None, "block_table": bad.ints(device, BATCH, 2)}
     return {
-        **bad.wrong_tensor(call, "q", call["q"].shape[1:], dtypes=[FP16], first=True),
-        **bad.wrong_tensor(call, "indices", dtypes=[I64], needed=True),
-        **bad.wrong_tensor(call, "topk_length"),
+        **bad.wrong_tensor(call, "q", call["q"].shape[1:], dtypes=[FP16]),
+        **bad.wrong_tensor(call, "indices", dtypes=[I64]),
         **bad.wrong_tensor(call, "out", dtypes=[F32]),
         "k_cache of bfloat16": ("k_cache", bad.zeros(device, PAGES, PAGE_SIZE, 1, QK_DIM)),
-        "k_cache None": ("k_cache", None),
+        **bad.wrong_options(q=([0],), k_cache=(None,), indices=(None, [0]), topk_length=([0],), out=([0],)),
         "k_cache of other tokens": ("kv_cache", {"k_cache": k_cache[..., :592]}),
         "k_cache 8 bytes off": ("kv_cache", {"k_cache": bad.off_by(8, k_cache)}),
         "k_cache on another device": ("kv_cache", {"k_cache": k_cache.to("meta")}),
@@ -281,31 +279,35 @@ def flash_wrong(device: str) -> Wrong:
         ),
         "attn_sink of bfloat16": ("s_aux", {"attn_sink": call["attn_sink"].bfloat16()}),
         "attn_sink on another device": ("s_aux", {"attn_sink": call["attn_sink"].to("meta")}),
-        "causal no flag": ("causal", {**dense, "causal": "no", "cache_seqlens": bad.ints(device, BATCH)}),
-        **bad.overlapping(call, "out"),
+        **{f"{name} on another device": (name, call[name].to("meta")) for name in ("indices", "topk_length", "out")},
         "everything on another device": ("q", bad.all_elsewhere(call)),
+        **bad.overlapping(call, "out"),
+        "causal no flag": ("causal", {**dense, "causal": "no", "cache_seqlens": bad.ints(device, BATCH)}),
     }  # fmt: skip
 
 
-CACHES = ("k_cache", "v_cache", "k_scale", "v_scale")
 TABLES = {
-    "mla_fp8_decode, sparse": Table(mla_fp8_decode, sparse_call, sparse_wrong),
-    "mla_fp8_decode, dense": Table(mla_fp8_decode, dense_call, dense_wrong),
-    "mla_fp8_decode, planar pages": Table(mla_fp8_decode, latent.planar_call, latent.planar_wrong),
-    "mla_fp8_decode, two caches": Table(mla_fp8_decode, latent.two_caches_call, latent.two_caches_wrong),
-    "mla_fp8_append": Table(mla_fp8_append, append_call, append_wrong, ("kv_cache",)),
-    "mla_fp8_append, planar pages": Table(mla_fp8_append, latent.append_call, latent.append_wrong, ("kv_cache",)),
-    "merge_states": Table(merge_states, merge_call, merge_wrong),
-    "gqa_decode": Table(gqa_decode, gqa.gqa_call, gqa.gqa_wrong),
-    "gqa_decode, paged": Table(gqa_decode, gqa.gqa_paged_call, gqa.gqa_paged_wrong),
-    "gqa_decode, blocks": Table(gqa_decode, gqa.gqa_blocks_call, gqa.gqa_blocks_wrong),
-    "kv_int8_append": Table(kv_int8_append, gqa.kv_append_call, gqa.kv_append_wrong, CACHES),
-    "kv_append": Table(kv_append, gqa.kv_kind_call, gqa.kv_kind_wrong, CACHES),
-    "sink_attention": Table(sink_attention, gqa.sink_call, gqa.sink_wrong, ()),
-    "sink_attention, packed": Table(sink_attention, gqa.sink_packed_call, gqa.sink_packed_wrong, ()),
-    "sink_attention_backward": Table(sink_attention_backward, gqa.sink_backward_call, gqa.sink_backward_wrong, ()),
-    "index_append": Table(index_append, index.append_call, index.append_wrong, ("k_cache",)),
-    "index_decode": Table(index_decode, index.decode_call, index.decode_wrong, ("out", "logits")),
-    "index_topk": Table(index_topk, index.topk_call, index.topk_wrong, ("out",)),
-    "flash_mla_with_kvcache": Table(flash_mla_with_kvcache, flash_call, flash_wrong, ("out",)),
+    "mla_fp8_decode, sparse": Table(mla_fp8_decode, mla_request.DECODE, sparse_call, sparse_wrong),
+    "mla_fp8_decode, dense": Table(mla_fp8_decode, mla_request.DECODE, dense_call, dense_wrong),
+    "mla_fp8_decode, planar pages": Table(mla_fp8_decode, mla_request.DECODE, latent.planar_call, latent.planar_wrong),
+    "mla_fp8_decode, two caches": Table(
+        mla_fp8_decode, mla_request.DECODE, latent.two_caches_call, latent.two_caches_wrong
+    ),
+    "mla_fp8_append": Table(mla_fp8_append, mla_request.APPEND, append_call, append_wrong),
+    "mla_fp8_append, planar pages": Table(mla_fp8_append, mla_request.APPEND, latent.append_call, latent.append_wrong),
+    "merge_states": Table(merge_states, merge_request.MERGE, merge_call, merge_wrong),
+    "gqa_decode": Table(gqa_decode, gqa_request.DECODE, gqa.gqa_call, gqa.gqa_wrong),
+    "gqa_decode, paged": Table(gqa_decode, gqa_request.DECODE, gqa.gqa_paged_call, gqa.gqa_paged_wrong),
+    "gqa_decode, blocks": Table(gqa_decode, gqa_request.DECODE, gqa.gqa_blocks_call, gqa.gqa_blocks_wrong),
+    "kv_int8_append": Table(kv_int8_append, gqa_request.INT8_APPEND, gqa.kv_append_call, gqa.kv_append_wrong),
+    "kv_append": Table(kv_append, gqa_request.APPEND, gqa.kv_kind_call, gqa.kv_kind_wrong),
+    "sink_attention": Table(sink_attention, sink_request.FORWARD, gqa.sink_call, gqa.sink_wrong),
+    "sink_attention, packed": Table(sink_attention, sink_request.FORWARD, gqa.sink_packed_call, gqa.sink_packed_wrong),
+    "sink_attention_backward": Table(
+        sink_attention_backward, sink_request.BACKWARD, gqa.sink_backward_call, gqa.sink_backward_wrong
+    ),
+    "index_append": Table(index_append, index_request.APPEND, index.append_call, index.append_wrong),
+    "index_decode": Table(index_decode, index_request.DECODE, index.decode_call, index.decode_wrong),
+    "index_topk": Table(index_topk, index_request.TOPK, index.topk_call, index.topk_wrong),
+    "flash_mla_with_kvcache": Table(flash_mla_with_kvcache, None, flash_call, flash_wrong),
 }

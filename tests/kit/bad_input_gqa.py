@@ -79,26 +79,20 @@ def gqa_wrong(device: str) -> Wrong:
         **bad.wrong_tensor(
             call, "q", (G_BATCH, H_Q, D), (*q[:3], 128), (*q[:2], 0, D), (*q[:2], 5, D), (*q[:2], 1, D),
             (*q[:2], 1026, D), (G_BATCH, 0, H_Q, D), (G_BATCH, 9, H_Q, D), dtypes=[F32], off=4, rows=2, spread=True,
-            needed=True, first=True,
         ),
         "q of another batch": ("k_cache", {"q": new(G_BATCH + 1, *q[1:])}),
         **bad.wrong_tensor(
-            call, "k_cache", (H_KV, G_ROWS, D), dtypes=[U8, F32, torch.float8_e5m2], off=8, rows=8, spread=True,
-            needed=True,
+            call, "k_cache", (H_KV, G_ROWS, D), dtypes=[U8, F32, torch.float8_e5m2], off=8, rows=8, spread=True
         ),
         **bad.wrong_tensor(
             call, "v_cache", (1, H_KV, G_ROWS, D), (G_BATCH, 1, G_ROWS, D), (G_BATCH, H_KV, G_ROWS + 1, D),
             (G_BATCH, H_KV, G_ROWS, 128), cache(device, "paged_vllm").shape, dtypes=[FP8], off=8, rows=8, spread=True,
-            needed=True,
         ),
         **bad.wrong_tensor(
-            call, "k_scale", (H_Q,), scale(device, "BSNH").shape, (G_BATCH, H_KV, G_ROWS, D // 16), dtypes=[F64, BF16],
-            needed=True,
+            call, "k_scale", (H_Q,), scale(device, "BSNH").shape, (G_BATCH, H_KV, G_ROWS, D // 16), dtypes=[F64, BF16]
         ),
-        "k_scale a number": ("k_scale", 0.02),
         **bad.wrong_tensor(
-            call, "v_scale", (G_BATCH, H_KV, G_ROWS, 0), (G_BATCH, H_KV, G_ROWS - 1), dtypes=[torch.float16],
-            needed=True,
+            call, "v_scale", (G_BATCH, H_KV, G_ROWS, 0), (G_BATCH, H_KV, G_ROWS - 1), dtypes=[torch.float16]
         ),
         "block_table without pages": ("block_table", bad.ints(device, G_BATCH, 2)),
         **bad.wrong_tensor(call, "cache_seqlens", (G_BATCH, 1), (G_BATCH + 1,), dtypes=[I64, torch.uint32, F32]),
@@ -107,15 +101,11 @@ def gqa_wrong(device: str) -> Wrong:
             call, "alibi_slopes", (H_KV,), (G_BATCH + 1, H_Q), (G_BATCH, G_S_Q, H_Q), dtypes=[BF16], spread=True
         ),
         **bad.wrong_tensor(call, "s_aux", (H_KV,), heads, dtypes=[BF16]),
-        "alibi_slopes a number": ("alibi_slopes", 0.5),
-        "s_aux a number": ("s_aux", 0.0),
-        **bad.wrong_tensor(
-            call, "out", (*q[:3], 32), (G_BATCH, H_Q, G_S_Q, D), dtypes=[F32, FP16], off=4, spread=True
-        ),
+        **bad.wrong_tensor(call, "out", (*q[:3], 32), (G_BATCH, H_Q, G_S_Q, D), dtypes=[F32, FP16], off=4, spread=True),
         **bad.wrong_tensor(call, "lse", (G_BATCH, H_Q, G_S_Q), dtypes=[BF16, F64]),
         **bad.wrong_options(
-            layout=("NHD", "bnsh", None, ["BNSH"]), window=bad.WINDOWS, softcap=bad.SOFTCAPS, softmax_scale=bad.SCALES,
-            num_splits=(*bad.SPLITS, 257), causal=bad.FLAGS, kind=("int3", 4, ["int8"]),
+            layout=("NHD", "bnsh", None, ["BNSH"]), kind=("int3", 4, ["int8"]), k_scale=(None, 0.02), v_scale=(None,),
+            s_aux=(0.0,), alibi_slopes=(0.5,), num_splits=(257,),
             index_block=(32, 8, 256, 0, -64, 64.0, True, None, "128"),
         ),
         "values of bytes without their kind": ("v_cache", {"v_cache": four_bits}),
@@ -140,15 +130,9 @@ def gqa_wrong(device: str) -> Wrong:
         "an odd d": ("q", {"q": new(*q[:3], 63), **of_dim(device, 63)}),
         "caches of an odd d": ("k_cache", of_dim(device, 63)),
         "4-bit codes of an odd d": ("q", {"kind": "int4", "q": new(*q[:3], 127), **of_dim(device, 128, "kv")}),
-        **bad.overlapping(call, "out", "lse"),
-        "out and lse in one memory": ("out", bad.sharing(call, "out", "lse")),
         "out of the memory of q, two bytes on": (
             "out", {"q": (wide := new(G_BATCH, G_S_Q, H_Q, D + 8))[..., :D], "out": wide[..., 4:-4]},
         ),
-        **{f"out in the memory of {name}": ("out", bad.sharing(call, "out", name)) for name in ("k_cache", "v_cache")},
-        **{f"lse in the memory of {name}": ("lse", bad.sharing(call, "lse", name))
-           for name in ("k_scale", "v_scale", "cache_seqlens", "cache_starts", "alibi_slopes", "s_aux")},
-        "everything on another device": ("q", bad.all_elsewhere(call)),
     }  # fmt: skip
 
 
@@ -157,10 +141,8 @@ def gqa_paged_wrong(device: str) -> Wrong:
     # a page of a head is a row of bytes to TMA: tokens may lie apart in none of them
     apart = {"k": bad.rows_apart(vllm["k_cache"], 16), "v": bad.rows_apart(vllm["v_cache"], 16)}
     return {
-        "cache_seqlens missing": ("cache_seqlens", None),
-        **bad.wrong_tensor(
-            call, "block_table", (G_BATCH,), (G_BATCH + 1, 2), dtypes=[I64, torch.uint32], spread=True, needed=True
-        ),
+        **bad.wrong_options(cache_seqlens=(None,), block_table=(None,)),
+        **bad.wrong_tensor(call, "block_table", (G_BATCH,), (G_BATCH + 1, 2), dtypes=[I64, torch.uint32], spread=True),
         **bad.wrong_tensor(call, "k_scale", (SIZES["p"] + 1, G_ROWS, H_KV)),
         "k_cache of paged_vllm with tokens apart": ("k_cache", {**vllm, "k_cache": apart["k"]}),
         "v_cache of paged_vllm with channels apart": ("v_cache", {**vllm, "v_cache": apart["v"]}),
@@ -193,7 +175,6 @@ def gqa_blocks_wrong(device: str) -> Wrong:
         "scales further apart than codes": ("v_scale", apart),
         "own lists of blocks that no page begins": ("v_scale", {"v_scale": apart, "indices": shared}),
         "room for a part of a block": ("k_cache", {**rows, "s_aux": None, "indices": shared, "index_block": 64}),
-        "lse in the memory of indices": ("lse", bad.sharing(call, "lse", "indices")),
         "out of the same number of elements": ("out", bad.nans(device, G_BATCH, H_Q, G_S_Q, D)),
     }  # fmt: skip
 
@@ -218,26 +199,16 @@ def kv_append_wrong(device: str) -> Wrong:
         **bad.wrong_options(layout=("NBSH", None, ["BNSH"])),
         "layout of other axes": ("k_cache", {"layout": "paged_vllm"}),
         "layout with heads elsewhere": ("k", {"layout": "BSNH"}),
-        **bad.wrong_tensor(
-            call, "k", (3, D), (3, 1, D), (3, H_KV, 32), dtypes=[F32], off=2, rows=4, spread=True, needed=True,
-            first=True,
-        ),
-        **bad.wrong_tensor(call, "v", (2, H_KV, D), dtypes=[torch.float16], off=2, needed=True),
+        **bad.wrong_tensor(call, "k", (3, D), (3, 1, D), (3, H_KV, 32), dtypes=[F32], off=2, rows=4, spread=True),
+        **bad.wrong_tensor(call, "v", (2, H_KV, D), dtypes=[torch.float16], off=2),
         **bad.wrong_tensor(call, "k_cache", k_shape[1:], dtypes=[U8, FP8], off=8, rows=8, spread=True),
         **bad.wrong_tensor(call, "v_cache", (*k_shape[:2], 8, D), dtypes=[U8], off=8),
         "caches of d 32": ("k_cache", {"k_cache": k_cache[..., :32], "v_cache": v_cache[..., :32]}),
         "caches of more slots than 31 bits count": ("k_cache", {"k_cache": many, "v_cache": many, **one}),
         "pages of 12 tokens": ("k_cache", {**one, **odd, "layout": "paged_NHD"}),
-        **bad.wrong_tensor(call, "k_scale", (*k_shape[:3], 5), (*k_shape[:2], 15), dtypes=[BF16], needed=True),
-        **bad.wrong_tensor(call, "v_scale", (H_KV + 1,), dtypes=[torch.float16], needed=True),
-        **bad.wrong_tensor(call, "slot_mapping", (2,), (3, 1), dtypes=[torch.int16, torch.uint64], needed=True),
-        **bad.overlapping(call, "k_cache", "v_cache", "k_scale", "v_scale"),
-        "one tensor as both caches": ("k_cache", bad.sharing(call, "k_cache", "v_cache")),
-        "one tensor as both scales": ("k_scale", bad.sharing(call, "k_scale", "v_scale")),
-        "k in the memory of v_cache": ("v_cache", bad.sharing(call, "k", "v_cache")),
-        "v in the memory of k_cache": ("k_cache", bad.sharing(call, "v", "k_cache")),
-        "slot_mapping in the memory of v_scale": ("v_scale", bad.sharing(call, "v_scale", "slot_mapping")),
-        "everything on another device": ("k", bad.all_elsewhere(call)),
+        **bad.wrong_tensor(call, "k_scale", (*k_shape[:3], 5), (*k_shape[:2], 15), dtypes=[BF16]),
+        **bad.wrong_tensor(call, "v_scale", (H_KV + 1,), dtypes=[torch.float16]),
+        **bad.wrong_tensor(call, "slot_mapping", (2,), (3, 1), dtypes=[torch.int16, torch.uint64]),
     }  # fmt: skip
 
 
@@ -258,8 +229,8 @@ def kv_kind_wrong(device: str) -> Wrong:
 
     return {
         **bad.wrong_options(kind=("int3", None, 4), layout=("NBSH",)),
-        **bad.wrong_tensor(call, "k_cache", dtypes=[U8, FP8], off=8, needed=True),
-        **bad.wrong_tensor(call, "v_cache", (G_BATCH, H_KV, G_ROWS, D), dtypes=[I8, FP8], off=8, needed=True),
+        **bad.wrong_tensor(call, "k_cache", dtypes=[U8, FP8], off=8),
+        **bad.wrong_tensor(call, "v_cache", (G_BATCH, H_KV, G_ROWS, D), dtypes=[I8, FP8], off=8),
         "scales of float16": ("k_scale", half),
         "scales of heads": ("k_scale", heads),
         "fp8 scales of heads": ("k_scale", {**fp8, **heads, "kind": "fp8_per_token_head"}),
@@ -270,8 +241,6 @@ def kv_kind_wrong(device: str) -> Wrong:
         "an odd d": ("k_cache", {**tokens(127), **of_dim(device, 127), "kind": "int8"}),
         "4-bit codes of an odd d": ("k", {**tokens(127), **of_dim(device, 128, "v")}),
         "packed pages": ("layout", {**vllm, "v_cache": vllm["v_cache"].view(U8), "layout": "paged_vllm"}),
-        **bad.overlapping(call, "k_cache", "v_cache", "k_scale", "v_scale"),
-        "everything on another device": ("k", bad.all_elsewhere(call)),
     }
 
 
@@ -309,26 +278,19 @@ def sink_wrong(device: str) -> Wrong:
     return {
         **bad.wrong_tensor(
             call, "q", q[1:], (1, *q), (*q[:2], 5, D), (*q[:2], 1, D), (*q[:2], 0, D), dtypes=[F32, F64, I8], off=8,
-            rows=4, spread=True, needed=True, first=True,
+            rows=4, spread=True,
         ),
         **bad.wrong_tensor(
             call, "k", k[1:], (G_BATCH + 1, *k[1:]), (*k[:3], 128), dtypes=[FP16, F32, *CODES], off=8, rows=4,
-            spread=True, needed=True,
+            spread=True,
         ),
         **bad.wrong_tensor(
             call, "v", (G_BATCH, H_KV, S_K, D), (G_BATCH, S_K + 1, H_KV, D), (G_BATCH, S_K, 1, D), (*k[:3], 128),
-            (1, *k[1:]), dtypes=[FP16, *CODES], off=8, spread=True, needed=True,
+            (1, *k[1:]), dtypes=[FP16, *CODES], off=8, spread=True,
         ),
         "k and v of FP8": ("k", {"k": new(*k).to(FP8), "v": new(*k).to(FP8)}),
-        **bad.wrong_tensor(
-            call, "s_aux", (H_Q - 1,), (H_Q + 1,), (H_KV,), (1, H_Q), dtypes=[BF16, F64], spread=True
-        ),
-        "s_aux a number": ("s_aux", 0.0),
-        **bad.wrong_options(
-            causal=bad.FLAGS, deterministic=bad.FLAGS, window=bad.WINDOWS, softmax_scale=bad.SCALES,
-            num_splits=(*bad.SPLITS, 257),
-        ),
-        "everything on another device": ("q", bad.all_elsewhere(call)),
+        **bad.wrong_tensor(call, "s_aux", (H_Q - 1,), (H_Q + 1,), (H_KV,), (1, H_Q), dtypes=[BF16, F64], spread=True),
+        **bad.wrong_options(s_aux=(0.0,), num_splits=(257,)),
     }  # fmt: skip
 
 
@@ -347,13 +309,12 @@ def sink_backward_call(device: str) -> Call:
 def sink_backward_wrong(device: str) -> Wrong:
     call = sink_backward_call(device)
     q = call["q"].shape
-    same = {"dtypes": [FP16, F32, I8], "needed": True}
-    forward_wrong = {label: value for label, value in sink_wrong(device).items() if not label.startswith("num_splits")}
+    forward = {label: wrong for label, wrong in sink_wrong(device).items() if wrong[0] != "num_splits"}
     return {
-        **forward_wrong,
-        **bad.wrong_tensor(call, "dout", q[1:], (*q[:3], 32), (1, *q[1:]), **same),
-        **bad.wrong_tensor(call, "out", q[1:], (*q[:2], 3, D), **same),
-        **bad.wrong_tensor(call, "lse", q, (G_BATCH, H_Q, G_S_Q), dtypes=[BF16, F64, I32], needed=True),
+        **forward,
+        **bad.wrong_tensor(call, "dout", q[1:], (*q[:3], 32), (1, *q[1:]), dtypes=[FP16, F32, I8]),
+        **bad.wrong_tensor(call, "out", q[1:], (*q[:2], 3, D), dtypes=[FP16, F32, I8]),
+        **bad.wrong_tensor(call, "lse", q, (G_BATCH, H_Q, G_S_Q), dtypes=[BF16, F64, I32]),
         **bad.wrong_tensor(call, "delta", (*q[:3], 1), (G_BATCH, H_Q, G_S_Q), dtypes=[BF16, F64]),
     }
 
@@ -370,7 +331,6 @@ def sink_packed_wrong(device: str) -> Wrong:
     for name, total in (("cu_seqlens_q", TOKENS_Q), ("cu_seqlens_k", TOKENS_K)):
         values = {
             "missing": None,
-            "a list": [0, 3, 3, total],
             "of int64": borders(0, 3, 3, total, dtype=I64),
             "of uint32": borders(0, 3, 3, total).view(torch.uint32),
             "of float32": borders(0, 3, 3, total, dtype=F32),
@@ -384,5 +344,4 @@ def sink_packed_wrong(device: str) -> Wrong:
             "that pass the end": borders(0, total + 1, total, total),
         }
         wrong |= {f"{name} {what}": (name, value) for what, value in values.items()}
-        wrong[f"{name} on another device"] = (name, call[name].to("meta"))
     return wrong

@@ -28,19 +28,15 @@ def topk_wrong(device: str) -> Wrong:
     call = topk_call(device)
     wide = bad.floats(device, 1, 4_718_590).expand(ROWS, -1)
     return {
-        **bad.wrong_tensor(call, "logits", (2, 2, WIDTH), dtypes=[BF16, F64], spread=True, needed=True, first=True),
+        **bad.wrong_tensor(call, "logits", (2, 2, WIDTH), dtypes=[BF16, F64], spread=True),
         "logits too wide": ("logits", wide),
-        **bad.wrong_tensor(call, "lengths", (ROWS + 1,), (2, 2), dtypes=[I64, U32], needed=True),
+        **bad.wrong_tensor(call, "lengths", (ROWS + 1,), (2, 2), dtypes=[I64, U32]),
         **bad.wrong_tensor(call, "block_table", (2,), (3, 2), (0, 2), dtypes=[I64], spread=True),
         **bad.wrong_tensor(call, "row_starts", (ROWS - 1,), dtypes=[I64]),
         **bad.wrong_tensor(call, "out", (ROWS, TOPK + 1), dtypes=[I64], spread=True),
         **bad.wrong_options(topk=TOPKS, page_size=PAGE_SIZES),
         "page_size without a table": ("page_size", {"block_table": None}),
         "a table without page_size": ("page_size", None),
-        **bad.overlapping(call, "out"),
-        **{f"out in the memory of {name}": ("out", bad.sharing(call, "out", name))
-           for name in ("logits", "lengths", "block_table", "row_starts")},
-        "everything on another device": ("logits", bad.all_elsewhere(call)),
     }  # fmt: skip
 
 
@@ -79,20 +75,21 @@ def decode_wrong(device: str) -> Wrong:
     }
     many = bad.zeros(device, 132, dtype=U8).as_strided((2**16, 2**15, 132), (0, 0, 1))
     return {
-        **bad.wrong_tensor(call, "q", (2, 16, 128), (2, 2, 16, 64), dtypes=[BF16, I8], off=8, needed=True, first=True),
+        **bad.wrong_tensor(call, "q", (2, 16, 128), (2, 2, 16, 64), dtypes=[BF16, I8], off=8),
         "q with rows 8 bytes off": ("q", bad.rows_apart(call["q"], 8)),
         "q of 8 heads": ("q", few),
         "q of no queries": ("q", none),
         "q of nine queries": ("q", nine),
-        **bad.wrong_tensor(call, "weights", (2, 2, 16, 1), (2, 2, 8), dtypes=[BF16], spread=True, needed=True),
-        **bad.wrong_tensor(call, "k_cache", (3, 16, 68), (0, PAGE_SIZE, 132), dtypes=[I8], off=8, needed=True),
+        **bad.wrong_tensor(call, "weights", (2, 2, 16, 1), (2, 2, 8), dtypes=[BF16], spread=True),
+        **bad.wrong_tensor(call, "k_cache", (3, 16, 68), (0, PAGE_SIZE, 132), dtypes=[I8], off=8),
         "k_cache of pages of 8": ("k_cache", small),
         "k_cache of more slots than 31 bits count": ("k_cache", many),
-        **bad.wrong_tensor(call, "block_table", (3, 4), dtypes=[I64], spread=True, needed=True),
+        **bad.wrong_tensor(call, "block_table", (3, 4), dtypes=[I64], spread=True),
+        **bad.wrong_options(block_table=(None,), cache_seqlens=(None,)),
         "block_table without pages": ("block_table", {"block_table": bad.ints(device, 2, 0), "logits": None}),
         "block_table too wide": ("block_table", wide),
         "a block_table of more logits than a call may have": ("block_table", much),
-        **bad.wrong_tensor(call, "cache_seqlens", (3,), (2, 3), (2, 2, 1), dtypes=[I64], needed=True),
+        **bad.wrong_tensor(call, "cache_seqlens", (3,), (2, 3), (2, 2, 1), dtypes=[I64]),
         **bad.wrong_tensor(call, "slot_table", (3, 5), dtypes=[I64], spread=True),
         **bad.wrong_options(
             topk=TOPKS, slot_page_size=PAGE_SIZES, first=(-1, 7, 1.0), last=(-1, 9, True), return_positions=bad.FLAGS
@@ -101,11 +98,6 @@ def decode_wrong(device: str) -> Wrong:
         "slot_page_size without a table": ("slot_page_size", {"slot_table": None}),
         **bad.wrong_tensor(call, "out", (4, TOPK), dtypes=[I64], rows=4),
         **bad.wrong_tensor(call, "logits", (2, 2, 3 * PAGE_SIZE), dtypes=[F64], spread=True),
-        **{f"out in the memory of {name}": ("out", bad.sharing(call, "out", name))
-           for name in ("q", "weights", "k_cache", "slot_table")},
-        "logits in the memory of the cache": ("logits", bad.sharing(call, "logits", "k_cache")),
-        "out and logits in one memory": ("out", bad.sharing(call, "out", "logits")),
-        "everything on another device": ("q", bad.all_elsewhere(call)),
     }  # fmt: skip
 
 
@@ -127,17 +119,12 @@ def append_wrong(device: str) -> Wrong:
     many = bad.zeros(device, 132, dtype=U8).as_strided((2**16, 2**15, 132), (0, 0, 1))
     shapes = ((PAGES, PAGE_SIZE * 132), (PAGES, PAGE_SIZE, 68), (PAGES, PAGE_SIZE, 2, 132), (PAGES, 0, 132))
     return {
-        **bad.wrong_tensor(
-            call, "k", (3, 1, 128), (3, 64), dtypes=[FP16, F64], off=2, rows=4, spread=True, needed=True, first=True
-        ),
-        **bad.wrong_tensor(call, "k_cache", *shapes, dtypes=[I8], off=8, spread=True, needed=True),
+        **bad.wrong_tensor(call, "k", (3, 1, 128), (3, 64), dtypes=[FP16, F64], off=2, rows=4, spread=True),
+        **bad.wrong_tensor(call, "k_cache", *shapes, dtypes=[I8], off=8, spread=True),
         "k_cache with pages 8 bytes off": ("k_cache", pages),
         "k_cache with pages that overlap": ("k_cache", crowded),
         "k_cache that ends before its last page does": ("k_cache", short),
         "k_cache of more slots than 31 bits count": ("k_cache", many),
-        **bad.wrong_tensor(call, "slot_mapping", (4,), (3, 1), dtypes=[torch.int16, U64], needed=True),
+        **bad.wrong_tensor(call, "slot_mapping", (4,), (3, 1), dtypes=[torch.int16, U64]),
         **bad.wrong_options(scale=("e8m0", None, 1.0)),
-        "slot_mapping in the memory of the cache": ("k_cache", bad.sharing(call, "k_cache", "slot_mapping")),
-        "k in the memory of the cache": ("k_cache", bad.sharing(call, "k_cache", "k")),
-        "everything on another device": ("k", bad.all_elsewhere(call)),
     }

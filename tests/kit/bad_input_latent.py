@@ -41,7 +41,7 @@ def planar_wrong(device: str) -> Wrong:
     cut_off = new(2 * PLANAR_BYTES + PAGE_SIZE * V4.row_bytes[0])
     cut_off = cut_off.as_strided(shape, (PLANAR_BYTES, 500, 1))
     return {
-        **bad.wrong_tensor(call, "q", (*ROWS, V3_2.d_qk), (*ROWS, 448), first=True),
+        **bad.wrong_tensor(call, "q", (*ROWS, V3_2.d_qk), (*ROWS, 448)),
         "kv_cache of bytes that no format has": ("kv_cache", new(PAGES, PAGE_SIZE, 592)),
         "kv_cache of one dimension": ("kv_cache", new(V4.token_bytes)),
         "kv_cache of two heads": ("kv_cache", new(PAGES, PAGE_SIZE, 2, V4.token_bytes)),
@@ -65,8 +65,6 @@ def planar_wrong(device: str) -> Wrong:
         "indices of a second cache alone": ("extra_indices", call["indices"]),
         "lengths of a second cache alone": ("extra_topk_length", call["topk_length"]),
         "format of a second cache alone": ("extra_cache_format", V4.name),
-        **{label: wrong for name in ("kv_cache", "indices", "s_aux", "out")
-           for label, wrong in bad.wrong_tensor(call, name).items()},
     }  # fmt: skip
 
 
@@ -91,7 +89,6 @@ def two_caches_wrong(device: str) -> Wrong:
     without = {"extra_kv_cache": None, "extra_topk_length": None}
     dense = {"indices": None, "block_table": bad.ints(device, BATCH, 2), "cache_seqlens": bad.ints(device, BATCH)}
     return {
-        **bad.wrong_tensor(call, "kv_cache"),
         **bad.wrong_tensor(
             call, "extra_kv_cache", (12, extra[2]), (*extra[:2], 2, extra[2]), (EXTRA_PAGES, 0, extra[2]),
             (*extra[:2], V4.token_bytes), dtypes=[I8],
@@ -103,13 +100,12 @@ def two_caches_wrong(device: str) -> Wrong:
         "a second cache after one of fp4": ("extra_kv_cache", {"kv_cache": new(*extra), "cache_format": V4_1_FP4.name}),
         "extra_cache_format of other bytes": ("extra_kv_cache", {"extra_cache_format": V4_1.name}),
         **bad.wrong_tensor(
-            call, "extra_indices", (BATCH, EXTRA_TOPK), (BATCH + 1, S_Q, EXTRA_TOPK), dtypes=[I64], spread=True,
-            needed=True,
+            call, "extra_indices", (BATCH, EXTRA_TOPK), (BATCH + 1, S_Q, EXTRA_TOPK), dtypes=[I64], spread=True
         ),
         "extra_indices without the cache": ("extra_indices", without),
         **bad.wrong_tensor(call, "extra_topk_length", (BATCH + 1,), dtypes=[I64]),
         "extra_topk_length without the cache": ("extra_topk_length", {"extra_kv_cache": None, "extra_indices": None}),
-        **bad.wrong_options(extra_cache_format=("fp4", 4, V4.name), exchange=("values",)),
+        **bad.wrong_options(extra_cache_format=("fp4", 4, V4.name), exchange=("values",), extra_indices=(None,)),
     }  # fmt: skip
 
 
@@ -126,9 +122,7 @@ def append_wrong(device: str) -> Wrong:
     call, shape = append_call(device), (PAGES, PAGE_SIZE, V4_1_FP4.token_bytes)
     page_bytes = PAGE_SIZE * V4_1_FP4.token_bytes
     return {
-        **bad.wrong_tensor(call, "kv", (3, V3_2.d_qk), dtypes=[F32], first=True),
-        **bad.wrong_tensor(call, "kv_cache"),
-        **bad.wrong_tensor(call, "slot_mapping"),
+        **bad.wrong_tensor(call, "kv", (3, V3_2.d_qk), dtypes=[F32]),
         "kv_cache of bytes that no format has": ("kv_cache", call["kv_cache"][..., :256]),
         "kv_cache of two heads": ("kv_cache", bad.sevens(device, *shape[:2], 2, shape[2], dtype=U8)),
         "kv_cache with pages 8 bytes off": ("kv_cache", pages_apart(device, shape, page_bytes + 8)),
@@ -143,5 +137,4 @@ def append_wrong(device: str) -> Wrong:
             "cache_layout",
             {"cache_layout": "interleaved", "kv_cache": bad.sevens(device, PAGES, PAGE_SIZE, V4.token_bytes, dtype=U8)},
         ),
-        "everything on another device": ("kv", bad.all_elsewhere(call)),
     }  # fmt: skip

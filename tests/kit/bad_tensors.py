@@ -7,6 +7,8 @@ from typing import Any
 import numpy
 import torch
 
+from cute_kernels.runtime.ops import Operator
+
 Call = dict[str, Any]
 Wrong = dict[str, tuple[str, Any]]
 """By label: the argument that the error names, and its value. A dict of several changed arguments counts as such."""
@@ -62,7 +64,8 @@ def sharing(call: Call, name: str, other: str) -> Call:
     """Two arguments, the larger one's memory holding both."""
     small, large = sorted((name, other), key=lambda name: call[name].nbytes)
     t = call[small]
-    return {large: call[large], small: call[large].flatten().view(U8)[: t.nbytes].view(t.dtype).view(t.shape)}
+    first_bytes = call[large].view(U8).as_strided((t.nbytes,), (1,))
+    return {large: call[large], small: first_bytes.view(t.dtype).view(t.shape)}
 
 
 def overlapping(call: Call, *names: str) -> Wrong:
@@ -88,10 +91,8 @@ def wrong_tensor(
     off: int = 0,
     rows: int = 0,
     spread: bool = False,
-    needed: bool = False,
-    first: bool = False,
 ) -> Wrong:
-    """One argument of a call, wrong in each of the ways that tensors are; beside those below a list, another device.
+    """One tensor of a call, wrong in ways of its own.
 
     Args:
         call: the valid call.
@@ -101,15 +102,10 @@ def wrong_tensor(
         off: bytes beyond a multiple of 16 that its address may not be.
         rows: elements by which rows may not be further apart.
         spread: whether its last stride must be 1.
-        needed: whether it may not be None.
-        first: whether the other arguments must be where it is, so that no error names its device.
     """
     t = call[name]
     wrong: dict[str, Any] = {f"of shape {shape}": t.new_zeros(shape) for shape in shapes}
     wrong |= {f"of {dtype}": t.view(dtype) if dtype.itemsize == t.itemsize else t.to(dtype) for dtype in dtypes}
-    wrong |= (
-        {"a list": [0]} | ({} if first else {"on another device": t.to("meta")}) | ({"None": None} if needed else {})
-    )
     if off:
         wrong[f"{off} bytes off"] = off_by(off, t)
     if rows:
@@ -117,6 +113,24 @@ def wrong_tensor(
     if spread:
         wrong["with a last stride of 2"] = every_second(t)
     return {f"{name} {what}": (name, value) for what, value in wrong.items()}
+
+
+def wrong_anywhere(operator: Operator, call: Call) -> Wrong:
+    """What every operator refuses, of the arguments that a call has; the first tensor says where the others must be."""
+    tensors = [name for name, value in call.items() if isinstance(value, torch.Tensor)]
+    written = [name for name in operator.written if name in call]
+    needed = [name for name in tensors if not operator.arguments[name].may_be_none]
+    read_later = [(name, other) for n, name in enumerate(written) for other in tensors if other not in written[: n + 1]]
+    return {
+        **{f"{name} None": (name, None) for name in needed},
+        **{f"{name} a list": (name, [0]) for name in tensors},
+        **{f"{name} on another device": (name, call[name].to("meta")) for name in tensors[1:]},
+        "everything on another device": (tensors[0], all_elsewhere(call)),
+        **overlapping(call, *written),
+        **{f"{name} in the memory of {other}": (name, sharing(call, name, other))
+           for name, other in read_later if other != "q" or call[name].shape != call["q"].shape},  # else in place
+        **wrong_options(**{name: values for name, values in OPTIONS.items() if name in operator.arguments}),
+    }  # fmt: skip
 
 
 def wrong_options(**options: Sequence[Any]) -> Wrong:
@@ -130,8 +144,14 @@ def wrong_options(**options: Sequence[Any]) -> Wrong:
 
 FLAGS = ("no", 1, None, numpy.bool_(True))
 SCALES = ("1", True, math.nan, -math.inf, 2**2000, torch.ones((), dtype=F32, device="cpu", requires_grad=True))
-SPLITS = (0, 1.5, 1.0, True, 2**70, numpy.int64(2))
-WINDOWS = (0, -1, 4.0, True, 2**70, numpy.int64(5), (4, 0))
-SOFTCAPS = (0.0, -30.0, math.inf, math.nan, "30", True, 10**400)
+OPTIONS: dict[str, Sequence[Any]] = {
+    "causal": FLAGS,
+    "deterministic": FLAGS,
+    "softmax_scale": SCALES,
+    "num_splits": (0, 1.5, 1.0, True, 2**70, numpy.int64(2)),
+    "window": (0, -1, 4.0, True, 2**70, numpy.int64(5), (4, 0)),
+    "softcap": (0.0, -30.0, math.inf, math.nan, "30", True, 10**400),
+}
+"""Values that options of several operators may not have."""
 NAMES = ("unknown", 4, ["v4"])
-"""Values that flags, softmax scales, numbers of splits, windows, softcaps and named choices may not have."""
+"""What no named choice is."""

@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, cache_sizes, scale_kind, scale_shapes
 from cute_kernels.gqa.reference import ScaledCache
-from fp8_mla import read_pages, write_pages
+from fp8_mla import V3_2, read_pages, write_pages
 from tests.kit.gqa_cases import GqaCase
 from tests.kit.mla_cases import POISON_BYTE, DecodeCase
 
@@ -63,17 +63,8 @@ def mla_dense(case: DecodeCase, rank: int, world_size: int, interleave: int, pag
     return {**case.arguments(), "kv_cache": cache, "block_table": pages.table.to(device)}
 
 
-def mla_sparse_cache(case: DecodeCase, rank: int, world_size: int, interleave: int) -> torch.Tensor:
-    """This rank's tokens of the whole cache, slot after slot; page_size must be a multiple of a stripe."""
-    num_pages, page_size, width = case.kv_cache.shape
-    own = kept(num_pages * page_size, rank, world_size, interleave)
-    slots = torch.tensor(own, dtype=torch.int64, device=case.q.device)
-    tokens = case.kv_cache[slots // page_size, slots % page_size]
-    return tokens.view(num_pages, page_size // world_size, width)
-
-
-def latent_caches(case: DecodeCase, rank: int, world_size: int, interleave: int) -> dict[str, torch.Tensor]:
-    """This rank's tokens of one cache or two of any format, as in `mla_sparse_cache`."""
+def mla_caches(case: DecodeCase, rank: int, world_size: int, interleave: int) -> dict[str, torch.Tensor]:
+    """This rank's tokens of one cache or two, slot after slot; page sizes must be multiples of a stripe."""
     caches = {}
     for prefix in ("", "extra_"):
         cache = getattr(case, f"{prefix}kv_cache")
@@ -81,7 +72,7 @@ def latent_caches(case: DecodeCase, rank: int, world_size: int, interleave: int)
             continue
         num_pages, page_size, width = cache.shape
         own = torch.tensor(kept(num_pages * page_size, rank, world_size, interleave), dtype=torch.int64, device="cpu")
-        named = {"token_format": getattr(case, f"{prefix}cache_format"), "cache_layout": case.cache_layout}
+        named = {"token_format": getattr(case, f"{prefix}cache_format") or V3_2, "cache_layout": case.cache_layout}
         tokens = read_pages(cache, own.to(cache.device), **named)
         pages = _poison((num_pages, page_size // world_size, width), torch.uint8, cache.device)
         write_pages(pages, torch.arange(len(own), dtype=torch.int64, device=cache.device), tokens, **named)

@@ -21,10 +21,11 @@ from cute_kernels import gqa_decode, mla_fp8_decode, sink_attention
 from cute_kernels.distributed import context_parallel_decode, context_parallel_prefill, shard_indices, shard_lengths
 from cute_kernels.distributed.prefill import own_heads
 from tests.kit import context_shards
-from tests.kit.compare import check_decode, compare, rounding_noise
+from tests.kit.compare import check_decode, rounding_noise
 from tests.kit.context_shards import kept
 from tests.kit.gqa_cases import check_gqa, gqa_case
-from tests.kit.mla_cases import dense_case, generator, sink_logits, sparse_case
+from tests.kit.mla_cases import dense_case, generator, sparse_case
+from tests.kit.sink_cases import SinkCase, SinkExpectation, sink_case
 
 WORLD: Final = 4
 SHORT: Final = 5.0
@@ -35,7 +36,7 @@ SHORT: Final = 5.0
 class Case:
     """One whole decode, and how it is dealt out.
 
-    op          "dense", "sparse", "latent" (sparse over other formats, or two caches), "gqa" or "prefill"
+    op          "dense", "sparse", "gqa" or "prefill"
     options     of the case's maker
     interleave  tokens in turn
     page_size   of a rank's pages
@@ -78,7 +79,7 @@ CASES: Final = [
                                                 ("query", 2, "inf", 12)]
     ),
     *(
-        Case(f"latent-{'-'.join(formats)}-i{interleave}", "latent",
+        Case(f"latent-{'-'.join(formats)}-i{interleave}", "sparse",
              {"formats": formats, "cache_layout": layout, "batch": 3, "h_q": 8, "s_q": 2, "topk": 40,
               "extra_topk": 24, "page_size": 16, "extra_page_size": 32, "num_slots": 320, "lengths": lengths,
               "sink": "finite", "padded": False, "seed": 60 + i}, interleave)
@@ -111,12 +112,12 @@ CASES: Final = [
             ("alibi-window-rows", 1, {**_ROWS, "alibi": "head", "s_q": 3, "window": 20}),
         ])
     ),
-    Case("prefill", "prefill", {"context": [29, 29], "s_q": 21, "h_q": 8, "h_kv": 4, "seed": 50}, 2),
-    Case("prefill-few-kv-heads", "prefill", {"context": [29], "s_q": 5, "h_q": 8, "h_kv": 1, "seed": 51}, 8),
-    Case("prefill-odd-heads", "prefill", {"context": [9], "s_q": 4, "h_q": 12, "h_kv": 3, "seed": 52}),
-    Case("prefill-packed", "prefill", {"context": [29, 0, 1, 64], "chunks": [3, 17, 1, 8], "h_q": 8, "h_kv": 2,
-                                       "seed": 53}, 4),
-    Case("prefill-no-context", "prefill", {"context": [0, 0], "s_q": 9, "h_q": 8, "h_kv": 8, "seed": 54}),
+    Case("prefill", "prefill", {"context": [29, 29], "chunks": [21, 21], "h_q": 8, "h_kv": 4, "seed": 50}, 2),
+    Case("prefill-few-kv-heads", "prefill", {"context": [29], "chunks": [5], "h_q": 8, "h_kv": 1, "seed": 51}, 8),
+    Case("prefill-odd-heads", "prefill", {"context": [9], "chunks": [4], "h_q": 12, "h_kv": 3, "seed": 52}),
+    Case("prefill-packed", "prefill", {"context": [29, 0, 1, 64], "chunks": [3, 17, 1, 8], "packed": True, "h_q": 8,
+                                       "h_kv": 2, "seed": 53}, 4),
+    Case("prefill-no-context", "prefill", {"context": [0, 0], "chunks": [9, 9], "h_q": 8, "h_kv": 8, "seed": 54}),
 ]  # fmt: skip
 
 
@@ -172,23 +173,11 @@ def make(case: Case, rank: int, world_size: int, device: str) -> tuple[Check, di
     """(the check against one process, this rank's arguments, the op)."""
     dealt = {"rank": rank, "world_size": world_size, "interleave": case.interleave}
     if case.op == "prefill":
-        check, arguments, op = make_prefill(**dealt, **case.options)
-        moved = {name: tensor.to(device) for name, tensor in arguments.items()}
-        return lambda out, lse: check(out.cpu(), lse.cpu()), moved, op
+        return *make_prefill(**dealt, **case.options, device=device), sink_attention
     if case.op == "gqa":
         gqa = gqa_case(**case.options, device=device)
         arguments = context_shards.gqa(gqa, page_size=8 if gqa.layout == "paged_vllm" else case.page_size, **dealt)
         return lambda out, lse: list(check_gqa(out, lse, gqa).problems), arguments, gqa_decode
-    if case.op == "latent":
-        mla = sparse_case(**case.options, device=device)
-        whole = mla.arguments()
-        arguments = {**whole, **context_shards.latent_caches(mla, **dealt)}
-        for prefix in ("", "extra_"):
-            lists, limit = whole[f"{prefix}indices"], whole[f"{prefix}topk_length"]
-            if lists is not None:
-                own, counts = shard_indices(lists, topk_length=limit, **dealt)
-                arguments |= {f"{prefix}indices": own, f"{prefix}topk_length": counts}
-        return lambda out, lse: list(check_decode(out, lse, **whole).problems), arguments, mla_fp8_decode
     if case.op == "dense":
         mla = dense_case(**case.options, device=device)
         arguments = context_shards.mla_dense(mla, page_size=case.page_size, **dealt)
@@ -196,81 +185,57 @@ def make(case: Case, rank: int, world_size: int, device: str) -> tuple[Check, di
         arguments["local_lengths"] = shard_lengths(lengths, s_q=mla.q.shape[1], causal=mla.causal, **dealt)
     else:
         mla = sparse_case(**case.options, device=device)
-        indices, counts = shard_indices(mla.indices, topk_length=mla.topk_length, **dealt)
-        cache = context_shards.mla_sparse_cache(mla, **dealt)
-        arguments = {"q": mla.q, "kv_cache": cache, "indices": indices, "topk_length": counts, "s_aux": mla.s_aux}
+        arguments = {**mla.arguments(), **context_shards.mla_caches(mla, **dealt)}
+        for prefix in ("", "extra_"):
+            if (lists := arguments[f"{prefix}indices"]) is not None:
+                own, counts = shard_indices(lists, topk_length=arguments[f"{prefix}topk_length"], **dealt)
+                arguments |= {f"{prefix}indices": own, f"{prefix}topk_length": counts}
     whole = mla.arguments()
     return lambda out, lse: list(check_decode(out, lse, **whole).problems), arguments, mla_fp8_decode
 
 
 def make_prefill(
-    *, rank: int, world_size: int, interleave: int, context: list[int], h_q: int, h_kv: int, seed: int, s_q: int = 0,
-    chunks: list[int] | None = None, d: int = 64
-) -> tuple[Check, dict[str, Any], Callable[..., Any]]:  # fmt: skip
-    """A chunk of each sequence after its context; packed if `chunks` has their lengths."""
-    gen = generator(seed)
-
-    def drawn(tokens: int, heads: int) -> torch.Tensor:
-        values = torch.randn((tokens, heads, d), generator=gen, dtype=torch.float32, device="cpu")
-        return values.bfloat16()
-
-    new = chunks or [s_q] * len(context)
-    q = [drawn(n, h_q) for n in new]
-    k, v = ([drawn(n + c, h_kv) for n, c in zip(new, context, strict=True)] for _ in range(2))
-    sinks = sink_logits(h_q, "finite", gen)
-    expected = [
-        sink_attention(*(t.unsqueeze(0) for t in rows), sinks, return_lse=True) for rows in zip(q, k, v, strict=True)
-    ]
-    exact = [
-        sink_attention_in_float64(*(t.unsqueeze(0) for t in rows), sinks) for rows in zip(q, k, v, strict=True)
-    ]  # fmt: skip
+    *, rank: int, world_size: int, interleave: int, context: list[int], chunks: list[int], device: str, **options: Any
+) -> tuple[Check, dict[str, Any]]:
+    """A chunk of each sequence after its context."""
+    lengths = [(n, n + c) for n, c in zip(chunks, context, strict=True)]
+    whole = sink_case(lengths, **options, padded=False, device=device)
+    assert whole.s_aux is not None
+    whole.s_aux = 3 * whole.s_aux + 3  # of the size of a log-sum-exp: a wrong one shows
     own = [kept(c, rank, world_size, interleave) for c in context]
-    arguments: dict[str, Any] = {"s_aux": sinks}
-    if chunks is None:
-        arguments["q"] = torch.stack(q)
-    else:
-        arguments |= {
-            "q": torch.cat(q), "cu_seqlens_q": _borders(new), "cu_seqlens_context": _borders([len(p) for p in own])
-        }  # fmt: skip
-    join = torch.stack if chunks is None else torch.cat
-    for name, rows in (("k", k), ("v", v)):
+    join = torch.cat if whole.packed else torch.stack
+    arguments: dict[str, Any] = {"q": whole.q, "s_aux": whole.s_aux, "softmax_scale": whole.softmax_scale}
+    for name in ("k", "v"):
+        rows = [whole.of_keys(getattr(whole, name), i) for i in range(len(context))]
         arguments[name] = join([t[c:] for t, c in zip(rows, context, strict=True)])
         arguments[f"{name}_context"] = join([t[p] for t, p in zip(rows, own, strict=True)])
+    if whole.packed:
+        ends = torch.tensor([0, *map(len, own)], dtype=torch.int32, device=device).cumsum(0).int()
+        arguments |= {"cu_seqlens_q": whole.cu_seqlens_q, "cu_seqlens_context": ends}
 
     def check(out: torch.Tensor, lse: torch.Tensor) -> list[str]:
-        rows, row_lse = (out.flatten(0, 1), lse.flatten(0, 1)) if chunks is None else (out, lse)
-        oracle, oracle_lse = (torch.cat([pair[i][0] for pair in exact]) for i in range(2))
-        emulated = torch.cat([pair[0][0] for pair in expected])
-        noise = torch.cat(
-            [
-                partials_noise(*tensors, c, sinks, world_size, interleave)
-                for *tensors, c in zip(q, k, v, context, strict=True)
-            ]
-        )
-        found = compare(
-            rows, oracle, emulated, noise=noise, gain=False, lse=row_lse, expected_lse=oracle_lse, name="prefill"
-        )
-        return list(found.problems)
+        expected = SinkExpectation.of(whole)
+        noise = join([partials_noise(whole, i, c, world_size, interleave) for i, c in enumerate(context)])
+        measure = expected.out._replace(noise=noise)
+        return list(measure.compare(out, "prefill", gain=False, lse=lse, expected_lse=expected.lse).problems)
 
-    return check, arguments, sink_attention
+    return check, arguments
 
 
-def partials_noise(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: int, sinks: torch.Tensor, world_size: int,
-    interleave: int,
-) -> torch.Tensor:  # fmt: skip
+def partials_noise(case: SinkCase, sequence: int, context: int, world_size: int, interleave: int) -> torch.Tensor:
     """Standard deviation, at each element of a sequence's result, of rounding all partial results to bfloat16.
 
     One process rounds once; here each rank's part of the context is rounded, the chunk, and the two merged on the rank
     that has the head's chunk. Where parts cancel, their rounding is larger than that of the result.
     """
-    tokens, heads, d = q.shape
-    keys, values = (t.double().repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
-    scores = torch.einsum("shd,khd->hsk", q.double(), keys) * d**-0.5
-    places = torch.arange(len(k), dtype=torch.int64, device=k.device)
-    later = places > context + places[:tokens].unsqueeze(1)
-    scores = scores.masked_fill(later, -torch.inf)
-    total = torch.logaddexp(scores.logsumexp(dim=-1), sinks.double().unsqueeze(1))
+    assert case.s_aux is not None
+    q = case.of_queries(case.q, sequence).double()
+    k, v = (case.of_keys(t, sequence).double() for t in (case.k, case.v))
+    heads, kv_heads = q.shape[1], k.shape[1]
+    keys, values = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
+    scores = torch.einsum("shd,khd->hsk", q, keys) * case.softmax_scale
+    scores = scores.masked_fill(~case.mask(sequence), -torch.inf)
+    total = torch.logaddexp(scores.logsumexp(dim=-1), case.s_aux.double().unsqueeze(1))
     weights = torch.exp(scores - total.unsqueeze(-1))
 
     def part(keys_of: list[int]) -> torch.Tensor:
@@ -280,20 +245,10 @@ def partials_noise(
     squares = chunk.square()
     for rank in range(world_size):
         earlier = part(kept(context, rank, world_size, interleave))
-        mine = own_heads(heads, k.shape[1], rank, world_size)
+        mine = own_heads(heads, kv_heads, rank, world_size)
         squares += earlier.square()
         squares[:, mine] += (earlier + chunk)[:, mine].square()
     return rounding_noise(torch.bfloat16) * squares.sqrt()
-
-
-def sink_attention_in_float64(*arguments: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    from cute_kernels.sink.reference import reference_sink_attention
-
-    return reference_sink_attention(*arguments)
-
-
-def _borders(lengths: list[int]) -> torch.Tensor:
-    return torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)], dtype=torch.int32, device="cpu")
 
 
 # ---- tasks of ranks

@@ -35,6 +35,7 @@ from cute_kernels.sink.reference import reference_sink_attention, reference_sink
 from cute_kernels.sink.request import FORWARD, Request
 from cute_kernels.sink.spec import SinkForwardSpec, SinkWorkListSpec
 
+NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 NO_WINDOW = 2**30
 SCALES = (2.0**-100, 2.0**100)
 """Softmax scales that leave room for scores in float32."""
@@ -232,8 +233,7 @@ def _strided(t: torch.Tensor) -> torch.Tensor:
 
 def _kind(request: Request, sizes: _Sizes) -> dict[str, Any]:
     """What all variants of kernels are chosen by."""
-    dtype = str(request["q"].dtype).removeprefix("torch.")
-    return {"dtype": dtype, "d": sizes.d, "packed": sizes.packed, "window": request["window"]}
+    return {"dtype": NAMES[request["q"].dtype], "d": sizes.d, "packed": sizes.packed, "window": request["window"]}
 
 
 def _numbers(request: Request, sizes: _Sizes, stay: str) -> dict[str, Any]:

@@ -60,17 +60,18 @@ def plan(case: MlaCase, sms: int) -> DecodePlan:
 
 
 def launch(case: MlaCase, sms: int) -> model.MlaLaunch:
-    """The plan as the budget takes it, which knows no lengths.
+    """The plan as the budget takes it, which knows no lengths. The queries of a sequence share a dense cache.
 
     Raises:
         ValueError: they are ragged.
     """
     if case.ragged:
         raise ValueError(f"case: got {case.name}, needs requests of one length")
-    made = plan(case, sms)
-    cut = {"num_splits": made.num_splits, "ctas": made.ctas, "tiles_per_split": made.tiles_per_split}
-    sizes = {"batch": case.batch, "h_q": case.h_q, "s_q": case.s_q}
-    return model.mla_launch(mode=case.mode, **sizes, **cut, shared=made.spec.balanced)
+    made, dense, rows = plan(case, sms), case.mode == "dense", case.batch * case.s_q * case.h_q
+    readers = -(-case.h_q // HEADS_OF_CTA) * (case.s_q if dense else 1)
+    return model.MlaLaunch(
+        made.ctas, made.tiles_per_split, made.num_splits, rows, readers, made.spec.balanced, pages=dense
+    )
 
 
 def built(case: MlaCase, sms: int) -> MlaVariant:

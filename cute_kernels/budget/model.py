@@ -9,7 +9,7 @@ from typing import Protocol
 
 from cute_kernels.budget.rates import H200, Rates
 from cute_kernels.budget.variants import MLA_BUILT, QK_DIM, MlaVariant, Unit
-from cute_kernels.mla.spec import PARTIAL_FLOATS, TOKENS_PER_TILE, WIDE
+from cute_kernels.mla.spec import PARTIAL_FLOATS, TOKENS_PER_TILE
 
 MERGE_US = 1.0
 """What a call with splits takes in addition to its bytes: counting, polling, two round trips to L2."""
@@ -77,22 +77,6 @@ class MlaLaunch:
     readers: int = 1
     shared: bool = False
     pages: bool = False
-
-
-def mla_launch(
-    *,
-    mode: str,
-    batch: int,
-    s_q: int,
-    h_q: int,
-    num_splits: int,
-    ctas: int,
-    tiles_per_split: int,
-    shared: bool = False,
-) -> MlaLaunch:
-    """A launch from the sizes of a call and the plan's choices. The queries of a sequence share a dense cache."""
-    readers = -(-h_q // WIDE) * (s_q if mode == "dense" else 1)
-    return MlaLaunch(ctas, tiles_per_split, num_splits, batch * s_q * h_q, readers, shared, pages=mode == "dense")
 
 
 @dataclass(frozen=True)
@@ -170,27 +154,24 @@ def spread_cycles(us: float, sm_mhz: float, tokens: float, sms: int) -> float:
     return us * sm_mhz * sms / tokens
 
 
-def calibrate(
-    long: tuple[MlaLaunch, float], short: tuple[MlaLaunch, float], rates: Rates = H200
-) -> tuple[float, float]:
-    """(latency_cycles, cta_cycles) of the built kernel, from two launches without splits and their times.
+def calibrate(long: tuple[MlaLaunch, float], short: tuple[MlaLaunch, float]) -> tuple[float, float]:
+    """(latency_cycles, cta_cycles) of the built kernel on an H200, from two launches without splits and their times.
 
     Two numbers from two measurements, given its `start_us`; all other cases are predictions.
 
     Args:
         long: a launch whose CTAs have many tiles, and its microseconds.
         short: one whose CTAs have fewer.
-        rates: of the card.
     """
     points = []
     for launch, us in (long, short):
         if launch.splits != 1:
             raise ValueError(f"splits: got {launch.splits}, needs a launch without")
-        cycles = (us - start_us(launch, MLA_BUILT, rates)) * rates.sm_mhz
-        points.append((launch.tiles * TOKENS_PER_TILE, cycles / math.ceil(launch.ctas / rates.sms)))
+        cycles = (us - start_us(launch, MLA_BUILT)) * H200.sm_mhz
+        points.append((launch.tiles * TOKENS_PER_TILE, cycles / math.ceil(launch.ctas / H200.sms)))
     (tokens, cycles), (fewer_tokens, fewer_cycles) = points
     if tokens <= fewer_tokens:
         raise ValueError(f"long: its CTAs have {tokens} tokens, needs more than the {fewer_tokens} of short")
     per_token = (cycles - fewer_cycles) / (tokens - fewer_tokens)
-    tensor = MLA_BUILT.demands(rates, long[0].readers)[Unit.TENSOR]
+    tensor = MLA_BUILT.demands(H200, long[0].readers)[Unit.TENSOR]
     return per_token - tensor, fewer_cycles - per_token * fewer_tokens

@@ -149,7 +149,7 @@ def predict_ranks(decode_us: float, exchange: Exchange, rates: Rates = H200, lin
     return RanksPrediction(decode_us, collective, "collective")
 
 
-def crossing_tokens(ranks: int, heads: int, d: int, d_q: int, rates: Rates = H200, link: Link = NVLINK) -> int | None:
+def crossing_tokens(ranks: int, heads: int, d: int, d_q: int) -> int | None:
     """Query tokens from which gathering q and scattering heads takes less than "gather".
 
     With "gather" every rank has q. Gathering it is one more collective, and scattering heads moves fewer bytes.
@@ -158,8 +158,8 @@ def crossing_tokens(ranks: int, heads: int, d: int, d_q: int, rates: Rates = H20
         None where that is no less with 4096 tokens.
     """
     for tokens in range(1, 4097):
-        gather = predict_ranks(0.0, Exchange(ranks, tokens * heads, d, "gather"), rates, link)
-        scatter = predict_ranks(0.0, Exchange(ranks, tokens * heads, d, "scatter", d_q), rates, link)
+        gather = predict_ranks(0.0, Exchange(ranks, tokens * heads, d, "gather"))
+        scatter = predict_ranks(0.0, Exchange(ranks, tokens * heads, d, "scatter", d_q))
         if scatter.us < gather.us:
             return tokens
     return None

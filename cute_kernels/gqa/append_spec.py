@@ -77,7 +77,6 @@ class KvAppendSpec:
         return PER_TOKEN in (self.k_scale, self.v_scale)
 
     def can_implement(self) -> list[str]:
-        """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = []
         for name, value, known in (
             ("dtype", self.dtype, DTYPES),
@@ -111,7 +110,6 @@ class KvAppendSpec:
 
     @property
     def expected(self) -> dict[str, Any]:
-        """What the compiled kernel is held to."""
         keys = TYPES[self.codes[0]]
         registers = 64 if keys.rotated else {0: 48, 1: 48, 2: 64, 3: 80, 4: 112}[self.held]
         store = f"STG.E.{8 * VALUES // keys.values}"

@@ -17,12 +17,10 @@ class BlockTableSpec:
     warps: ClassVar[int] = 4
 
     def can_implement(self) -> list[str]:
-        """Reasons, in words, why this kernel cannot be built; empty when it can."""
         return []
 
     @property
     def expected(self) -> dict[str, Any]:
-        """What the compiled kernel is held to."""
         return {"registers": 40, "instructions": ("VOTE", "SHFL.IDX", "STG.E")}
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.gqa.block_table_spec import BlockTableSpec
-from cute_kernels.gqa.blocks_plan import VirtualPages, decode_shape, virtual_view
+from cute_kernels.gqa.blocks_plan import Strided, decode_shape, virtual_view
 from cute_kernels.gqa.checks import capacity_of, check, pages_of, sizes_of, strided_of
 from cute_kernels.gqa.launch import launch as decode
 from cute_kernels.gqa.launch import signature
@@ -17,22 +17,14 @@ from cute_kernels.gqa.request import DECODE, Request
 from cute_kernels.runtime import memory
 from cute_kernels.runtime.checks import fail
 from cute_kernels.runtime.compile import get_kernel
-from cute_kernels.runtime.launch import PreparedLaunches
+from cute_kernels.runtime.launch import PreparedLaunches, by_name
 from cute_kernels.runtime.overlap import share_storage
-
-
-class View(NamedTuple):
-    """A cache or its scales as virtual pages."""
-
-    name: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
 
 
 class PreparedLaunch(NamedTuple):
     """All that stays the same while the shapes of a call do.
 
-    make_table  the launch of the kernel that makes block tables; None if there is no key or no query
+    make_table  the kernel that makes block tables, by name; None if there is no key or no query
     layout      of the decode
     views       of caches and scales
     rows        sequences of the decode: query tokens x lists
@@ -44,7 +36,7 @@ class PreparedLaunch(NamedTuple):
 
     make_table: Callable[..., None] | None
     layout: str
-    views: tuple[View, ...]
+    views: tuple[Strided, ...]
     rows: int
     table: torch.Tensor
     keys: torch.Tensor
@@ -80,7 +72,7 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     if any(t is not None and t.dtype is not torch.int32 for t in (indices, lengths, pages)):
         fail("indices", indices.dtype, "int32", TypeError)
     table, keys = memory.empty_like(prepared.table), memory.empty_like(prepared.keys)
-    prepared.make_table(indices, pages, lengths, table, keys, 1 if request["causal"] else 0)
+    prepared.make_table(request, mIndices=indices, mPages=pages, mLengths=lengths, mTable=table, mKeys=keys)
     results = decode(decode_request(request, prepared, table, keys))
     found = results[0].view(q.shape), results[1].view(q.shape[:3])
     return _in_place(out, found[0]), _in_place(lse, found[1])
@@ -94,7 +86,7 @@ def decode_request(request: Request, prepared: PreparedLaunch, table: torch.Tens
     flat_q = q.reshape(rows, 1, -1, d)
     found: Any = {
         **given,
-        **{name: given[name].as_strided(shape, strides) for name, shape, strides in prepared.views},
+        **{view.name: given[view.name].as_strided(view.shape, view.strides) for view in prepared.views},
         "q": flat_q,
         "layout": prepared.layout,
         "cache_seqlens": keys,
@@ -131,11 +123,21 @@ def _prepare(key: tuple[Any, ...], request: Request) -> PreparedLaunch:
     shape = decode_shape(layout, sizes, (batch, s_q, q.shape[2]), request["index_block"], lists, n)
     make_table = None
     if rows and capacity and sizes.outer:
-        make_table = _table_launch(pages, request["index_block"], sizes.rows, sizes.outer, capacity, layout.paged)
+        spec = BlockTableSpec(layout.paged)
+        tokens = {"block_shift": request["index_block"], "rows_shift": pages.rows, "page_shift": sizes.rows}
+        make_table = by_name(
+            DECODE,
+            get_kernel(spec),
+            spec.kernel,
+            capacity=capacity,
+            num_pages=sizes.outer,
+            **{name: size.bit_length() - 1 for name, size in tokens.items()},
+            **dict(zip(("page_step", "part_step", "head_step"), pages.steps, strict=True)),
+        )
     prepared = PreparedLaunch(
         make_table,
         shape.layout.name,
-        tuple(View(t.name, *virtual_view(layout, sizes, pages, t)) for t in strided_of(request, layout, sizes)),
+        tuple(virtual_view(layout, sizes, pages, t) for t in strided_of(request, layout, sizes)),
         rows,
         memory.template((rows, shape.max_keys // pages.rows), torch.int32, device),
         memory.template((rows,), torch.int32, device),
@@ -143,20 +145,3 @@ def _prepare(key: tuple[Any, ...], request: Request) -> PreparedLaunch:
         set(),
     )
     return _prepared.keep(key, prepared, device)
-
-
-def _table_launch(
-    pages: VirtualPages, index_block: int, page_size: int, num_pages: int, capacity: int, paged: bool
-) -> Callable[..., None]:
-    """The launch of the kernel that makes tables, by what varies between calls of one shape."""
-    kernel = get_kernel(BlockTableSpec(paged))
-    shifts = [size.bit_length() - 1 for size in (index_block, pages.rows, page_size)]
-    constants = (*shifts, num_pages, *pages.steps)
-
-    def run(
-        indices: torch.Tensor, table: torch.Tensor | None, lengths: torch.Tensor, made: torch.Tensor,
-        keys: torch.Tensor, causal: int,
-    ) -> None:  # fmt: skip
-        kernel(indices, table, lengths, made, keys, capacity, causal, *constants)
-
-    return run

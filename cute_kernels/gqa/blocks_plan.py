@@ -114,10 +114,8 @@ def _steps(
     return (outer // unit, part // unit, head // unit), unit
 
 
-def virtual_view(
-    layout: CacheLayout, sizes: CacheSizes, pages: VirtualPages, t: Strided
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of a cache or its scales as virtual pages, in the order of the decode's layout."""
+def virtual_view(layout: CacheLayout, sizes: CacheSizes, pages: VirtualPages, t: Strided) -> Strided:
+    """A cache or its scales as virtual pages, in the order of the decode's layout."""
     _, unit = _steps(layout, sizes, pages.rows, pages.parts, pages.heads, t)
     size, stride = dict(zip(t.axes, t.shape, strict=True)), dict(zip(t.axes, t.strides, strict=True))
     size |= {layout.outer: pages.total, layout.rows: pages.rows}
@@ -125,5 +123,5 @@ def virtual_view(
     if pages.heads > 1:
         size["h"], stride["h"] = 1, unit
     order = range(len(t.axes)) if layout.x_packed else token_major(t.axes)
-    axes = [t.axes[i] for i in order]
-    return tuple(size[axis] for axis in axes), tuple(stride[axis] for axis in axes)
+    axes = "".join(t.axes[i] for i in order)
+    return Strided(t.name, axes, tuple(size[axis] for axis in axes), tuple(stride[axis] for axis in axes))

@@ -17,6 +17,7 @@ class Codes:
     """A type of cache elements.
 
     name             as torch calls it
+    dsl              as the DSL calls it
     itemsize         bytes of an element
     values           numbers that an element holds
     rotated          whether vectors are rotated before they become codes (`gqa.rotation_reference`); then a scale is a
@@ -30,6 +31,7 @@ class Codes:
     """
 
     name: ClassVar[str]
+    dsl: ClassVar[str]
     itemsize: ClassVar[int] = 1
     values: ClassVar[int] = 1
     rotated: ClassVar[bool] = False
@@ -41,7 +43,9 @@ class Codes:
 
     def element(self) -> Any:
         """The DSL's type of an element."""
-        raise NotImplementedError
+        import cutlass
+
+        return getattr(cutlass, self.dsl)
 
     def widen_rows(self, a: cute.Tensor, x0: Int32, x1: Int32) -> None:
         """Makes a fragment of A from the elements of its rows g (x0) and g + 8 (x1), the first 16 of a register."""
@@ -56,15 +60,10 @@ class Int8(Codes):
     """Signed bytes. A mask (64 lanes a clock) makes a pair float16, a subtraction (256 a clock) makes it exact."""
 
     name = "int8"
+    dsl = "Int8"
     needs_scales = True
     conversion = "F2IP.S8"
     clocks = 1 / 128 + 1 / 256
-
-    def element(self) -> Any:
-        """The DSL's type."""
-        from cutlass import Int8
-
-        return Int8
 
     def widen_rows(self, a: cute.Tensor, x0: Int32, x1: Int32) -> None:
         """Bytes of rows."""
@@ -83,15 +82,10 @@ class E4m3(Codes):
     """FP8 with 4 bits of exponent, without infinities. One instruction converts a pair, 64 values a clock."""
 
     name = "float8_e4m3fn"
+    dsl = "Float8E4M3FN"
     not_finite = (0x7F7F7F7F, 0x01010101, 0x80808080)
     conversion = "F2FP.SATFINITE"
     clocks = 1 / 64
-
-    def element(self) -> Any:
-        """The DSL's type."""
-        from cutlass import Float8E4M3FN
-
-        return Float8E4M3FN
 
     def widen_rows(self, a: cute.Tensor, x0: Int32, x1: Int32) -> None:
         """Bytes of rows."""
@@ -118,16 +112,11 @@ class Uint4(Codes):
     """
 
     name = "uint8"
+    dsl = "Uint8"
     values = 2
     rotated = needs_scales = True
     conversion = "F2I"
     clocks = 1 / 128 + 1 / 256
-
-    def element(self) -> Any:
-        """The DSL's type."""
-        from cutlass import Uint8
-
-        return Uint8
 
     def widen_rows(self, a: cute.Tensor, x0: Int32, x1: Int32) -> None:
         """Codes less `UINT4_CENTER`, of the two lowest of four elements."""
@@ -146,28 +135,18 @@ class Bfloat16(Codes):
     """16-bit numbers, which are operands as they are."""
 
     name = "bfloat16"
+    dsl = "BFloat16"
     itemsize, widened = 2, False
     not_finite = (0x7F807F80, 0x00800080, 0x80008000)
-
-    def element(self) -> Any:
-        """The DSL's type."""
-        from cutlass import BFloat16
-
-        return BFloat16
 
 
 class Float16(Codes):
     """16-bit numbers, which are operands as they are."""
 
     name = "float16"
+    dsl = "Float16"
     itemsize, widened = 2, False
     not_finite = (0x7C007C00, 0x04000400, 0x80008000)
-
-    def element(self) -> Any:
-        """The DSL's type."""
-        from cutlass import Float16
-
-        return Float16
 
 
 CODES: Final[dict[str, Codes]] = {codes.name: codes for codes in (Int8(), E4m3(), Bfloat16(), Float16())}

@@ -34,7 +34,6 @@ class KvGatherSpec:
         return TYPES[self.kv_dtype], TYPES[self.v_dtype or self.kv_dtype]
 
     def can_implement(self) -> list[str]:
-        """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = []
         for name, value, known in (
             ("kv_dtype", self.kv_dtype, WIDENED if self.v_dtype is None else (*WIDENED, *ROTATED)),
@@ -55,7 +54,6 @@ class KvGatherSpec:
 
     @property
     def expected(self) -> dict[str, Any]:
-        """What the compiled kernel is held to."""
         load = f"LDG.E.{128 // self.codes[0].values}"
         return {"registers": 40 if self.v_dtype is None else 64, "instructions": (load, "STG.E.128")}
 

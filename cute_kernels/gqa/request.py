@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, TypedDict
 
 import torch
@@ -35,12 +36,8 @@ def _check_index_block(name: str, value: object) -> None:
     require(value in INDEX_BLOCKS, name, value, f"one of {INDEX_BLOCKS}")
 
 
-def _check_window(name: str, value: object) -> None:
-    check_int(name, value, 1, needs="at least 1, or None for no window")
-
-
-def _check_splits(name: str, value: object) -> None:
-    check_int(name, value, 1, MAX_RANGES, needs=f"1 to {MAX_RANGES}, or None to have it planned")
+_check_window = partial(check_int, least=1, needs="at least 1, or None for no window")
+_check_splits = partial(check_int, least=1, most=MAX_RANGES, needs=f"1 to {MAX_RANGES}, or None to have it planned")
 
 
 def _check_softcap(name: str, value: Any) -> None:

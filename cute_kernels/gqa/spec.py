@@ -89,7 +89,6 @@ class GqaDecodeSpec:
     kernel: ClassVar[str] = "cute_kernels.gqa.kernels.decode:GqaDecodeKernel"
 
     def can_implement(self) -> list[str]:
-        """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = []
         if self.q_dtype not in DTYPES:
             reasons.append(f"q_dtype is {self.q_dtype}; it is {' or '.join(DTYPES)}")
@@ -311,7 +310,6 @@ class GqaDecodeSpec:
 
     @property
     def expected(self) -> dict[str, Any]:
-        """What the compiled kernel is held to."""
         return {"registers": self.registers, "instructions": ("HMMA.16816", "LDSM.16", "UTMALDG", "MOVM.16")}
 
 

@@ -23,7 +23,6 @@ class IndexAppendSpec:
     kernel: ClassVar[str] = "cute_kernels.indexer.kernels.append:IndexAppendKernel"
 
     def can_implement(self) -> list[str]:
-        """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = []
         for name, value, known in (("scale", self.scale, SCALE_RULES), ("dtype", self.dtype, DTYPES)):
             if value not in known:
@@ -34,7 +33,6 @@ class IndexAppendSpec:
 
     @property
     def expected(self) -> dict[str, Any]:
-        """What the compiled kernel is held to."""
         return {"registers": 40, "instructions": ("LDG.E.128", "STG.E.128", "SATFINITE.E4M3")}
 
 

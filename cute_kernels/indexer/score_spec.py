@@ -34,7 +34,6 @@ class ScoreSpec:
         return cls(heads, -(-s_q // -(-s_q // QUERIES[-1])))
 
     def can_implement(self) -> list[str]:
-        """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = [] if self.heads in HEADS else [f"heads is {self.heads}; known are {HEADS}"]
         if self.queries not in QUERIES:
             reasons.append(f"queries is {self.queries}; known are {QUERIES}")

@@ -74,7 +74,6 @@ class TopkSpec:
         return self.list_size // self.warps
 
     def can_implement(self) -> list[str]:
-        """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = []
         if self.cluster not in CLUSTERS:
             reasons.append(f"cluster is {self.cluster}; a row has 1, 2, 4, 8 or 16 CTAs")

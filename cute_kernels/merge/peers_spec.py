@@ -32,7 +32,6 @@ class PeerMergeSpec:
     """16-byte loads that a thread has in flight while it stores to peers."""
 
     def can_implement(self) -> list[str]:
-        """Reasons, in words, why this kernel cannot be built; empty when it can."""
         if self.d % 8 or not 8 <= self.d <= MAX_D:
             return [f"d is {self.d}; a row is a multiple of 8 up to {MAX_D}"]
         if self.dtype not in ITEMSIZE:

@@ -102,7 +102,6 @@ class MergeSpec:
         return cls(d, in_dtype, out_dtype, has_sink, has_lse, lanes, headers=headers)
 
     def can_implement(self) -> list[str]:
-        """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = []
         if self.d % 8 or not 8 <= self.d <= MAX_D:
             reasons.append(f"d is {self.d}; a row is a multiple of 8 up to {MAX_D}")
@@ -170,7 +169,6 @@ class MergeSpec:
 
     @property
     def expected(self) -> dict[str, Any]:
-        """What the compiled kernel is held to."""
         sums = self.vector * self.vectors
         return {"registers": 4 * self.loads + sums + 56, "instructions": ("LDG.E.128", "MUFU.EX2")}
 

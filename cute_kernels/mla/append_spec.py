@@ -48,7 +48,6 @@ class MlaAppendSpec:
         return cls(tokens_per_warp=1 if tokens <= 132 * 32 else 2, cache_format=cache_format)
 
     def can_implement(self) -> list[str]:
-        """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = []
         if self.tokens_per_warp not in (1, 2, 4):
             reasons.append(f"tokens_per_warp is {self.tokens_per_warp}; a warp takes 1, 2 or 4 tokens")
@@ -60,7 +59,6 @@ class MlaAppendSpec:
 
     @property
     def expected(self) -> dict[str, Any]:
-        """What the compiled kernel is held to."""
         token_format = FORMATS[self.cache_format]
         registers, instructions = BUDGETS.get((token_format.codes.dtype, token_format.scales.dtype), OTHER_BUDGET)
         return {"registers": registers[self.tokens_per_warp], "instructions": instructions}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, TypedDict
 
 import torch
@@ -11,9 +12,7 @@ from cute_kernels.runtime.checks import check_flag, check_int, check_number, che
 from cute_kernels.runtime.ops import Operator, Option, Output, Written
 from fp8_mla.formats import CACHE_LAYOUTS, FORMATS
 
-
-def _check_splits(name: str, value: object) -> None:
-    check_int(name, value, 1, MAX_SPLITS, needs=f"1 to {MAX_SPLITS}, or None to have it planned")
+_check_splits = partial(check_int, least=1, most=MAX_SPLITS, needs=f"1 to {MAX_SPLITS}, or None to have it planned")
 
 
 def _check_scores(name: str, value: object) -> None:

@@ -108,7 +108,6 @@ class MlaDecodeSpec:
         return 5 if self.balanced and not (self.float_scales or self.has_rope) else 0
 
     def can_implement(self) -> list[str]:
-        """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = []
         if TOKENS_PER_TILE != WGMMA_ROWS:
             reasons.append(f"a key tile has {TOKENS_PER_TILE} keys; S of them is one wgmma of {WGMMA_ROWS} rows")
@@ -297,7 +296,6 @@ class MlaDecodeSpec:
 
     @property
     def expected(self) -> dict[str, Any]:
-        """What the compiled kernel is held to."""
         found: dict[str, Any] = {
             "registers": self.launch_registers[self.threads],
             # bytes that ptxas spills at most, all between key tiles or on slow paths

@@ -87,7 +87,8 @@ _warned_about: set[Path] = set()
 class KernelSpec(Protocol):
     """All that is fixed at compile time: a frozen dataclass whose repr names every field, with these two members.
 
-    It may also have `compile_options: str`, further options of `cute.compile`.
+    It may also have `compile_options: str`, further options of `cute.compile`, and `expected`: what tests hold the
+    compiled kernel to.
     """
 
     @property

@@ -79,7 +79,6 @@ class SinkBackwardSpec(SinkSpec):
         return cls(*mask)
 
     def can_implement(self) -> list[str]:
-        """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = super().can_implement()
         if self.skips and (self.fused or self.d != 64 or not self.window):
             reasons.append("tiles are skipped at d 64 with a window, where the kernel makes no dq")
@@ -155,7 +154,6 @@ class SinkBackwardSpec(SinkSpec):
 
     @property
     def expected(self) -> dict[str, Any]:
-        """What the compiled kernel is held to."""
         added = (("UBLKRED", "UBLKCP.S.S") if self.pair else ("UBLKRED",)) if self.fused else ()
         return {"registers": 168, "instructions": ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "MUFU.EX2", *added)}
 
@@ -185,7 +183,6 @@ class SinkQueryGradSpec(SinkSpec):
         return cls(dtype, d, packed, window is not None, grouped=groups(d, window, ratio))
 
     def can_implement(self) -> list[str]:
-        """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = super().can_implement()
         if not reasons and self.stages < 2:
             reasons.append(f"{self.stages} stages in shared memory; two are needed")
@@ -230,7 +227,6 @@ class SinkQueryGradSpec(SinkSpec):
 
     @property
     def expected(self) -> dict[str, Any]:
-        """What the compiled kernel is held to."""
         registers = 168 if self.warpgroups == 2 else 128
         return {"registers": registers, "instructions": ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "MUFU.EX2")}
 
@@ -251,7 +247,6 @@ class SinkPrepareSpec(SinkSpec):
 
     @property
     def expected(self) -> dict[str, Any]:
-        """What the compiled kernel is held to."""
         return {"registers": 64, "instructions": ("MUFU.EX2",) if self.given else ("LDG.E.128", "SHFL", "MUFU.EX2")}
 
 
@@ -263,7 +258,6 @@ class SinkFinishSpec(SinkSpec):
 
     @property
     def expected(self) -> dict[str, Any]:
-        """What the compiled kernel is held to."""
         return {"registers": 64, "instructions": ("LDG.E.128", "STG.E.128")}
 
 

@@ -35,6 +35,7 @@ from cute_kernels.sink.reference import reference_sink_attention, reference_sink
 from cute_kernels.sink.request import FORWARD, Request
 from cute_kernels.sink.spec import SinkForwardSpec, SinkWorkListSpec
 
+NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 NO_WINDOW = 2**30
 SCALES = (2.0**-100, 2.0**100)
 """Softmax scales that leave room for scores in float32."""
@@ -116,7 +117,7 @@ def launch_forward(request: Request, out: torch.Tensor, lse: torch.Tensor) -> No
     sizes = _Sizes.of(request)
     spec = SinkForwardSpec.for_launch(**_kind(request, sizes), ratio=sizes.ratio)
     results = {"mSink": _sink(request), "mOut": out, "mLse": lse}
-    work = _work(request, sizes, spec.rows, keys=False, queries=out, lses=lse)
+    work = _work(request, sizes, spec.rows, queries=out, lses=lse)
     _run(spec, {**_operands(request), **results, **work, **_numbers(request, sizes, "queries")})
 
 
@@ -159,14 +160,14 @@ def launch_backward(request: Request, rows: BackwardRows, gradients: Gradients) 
     prepared = {"mOut": out, "mDOut": dout, "mLse": rows.lse, "mDelta": rows.delta}
     prepared |= {"mSink": _sink(request), "mParts": parts}
     _run(SinkPrepareSpec(*common, spec.fused, given), {**shared, **prepared})
-    work = _work(request, sizes, spec.keys, keys=True, queries=dq, keys_and_values=(dk, dv))
+    work = _work(request, sizes, spec.keys, of_keys=True, queries=dq, keys=dk, values=dv)
     _run(spec, {**shared, **inputs, "mDK": dk, "mDV": dv, **work, **_numbers(request, sizes, "keys")})
     if spec.fused:
         scale = request["softmax_scale"]
         _run(SinkFinishSpec(*common), {**shared, "mDQ": dq, "positions": positions, "softmax_scale": scale})
     else:
         queries = SinkQueryGradSpec.for_launch(**kind, ratio=sizes.ratio)
-        work = _work(request, sizes, queries.rows, keys=False)
+        work = _work(request, sizes, queries.rows)
         _run(queries, {**shared, **inputs, "mDQ": dq, **work, **_numbers(request, sizes, "queries")})
     if request["s_aux"] is not None:
         torch.sum(parts, -1, out=ds_aux)
@@ -232,8 +233,7 @@ def _strided(t: torch.Tensor) -> torch.Tensor:
 
 def _kind(request: Request, sizes: _Sizes) -> dict[str, Any]:
     """What all variants of kernels are chosen by."""
-    dtype = str(request["q"].dtype).removeprefix("torch.")
-    return {"dtype": dtype, "d": sizes.d, "packed": sizes.packed, "window": request["window"]}
+    return {"dtype": NAMES[request["q"].dtype], "d": sizes.d, "packed": sizes.packed, "window": request["window"]}
 
 
 def _numbers(request: Request, sizes: _Sizes, stay: str) -> dict[str, Any]:
@@ -256,26 +256,19 @@ def _numbers(request: Request, sizes: _Sizes, stay: str) -> dict[str, Any]:
 
 
 def _work(
-    request: Request,
-    sizes: _Sizes,
-    rows: int,
-    *,
-    keys: bool,
-    queries: torch.Tensor | None = None,
-    lses: torch.Tensor | None = None,
-    keys_and_values: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None),
+    request: Request, sizes: _Sizes, rows: int, *, of_keys: bool = False, **filled: torch.Tensor
 ) -> dict[str, torch.Tensor | None]:
     """Lengths, and the list of blocks of `rows` queries (or keys), which a launch makes; all None unless packed.
 
-    The launch also fills rows past the last sequence of the results that are named: zeros, and -inf in `lses`.
+    The launch also fills rows past the last sequence of results, which are "queries", "lses", "keys" and "values": with
+    zeros, and -inf in "lses".
     """
     cu_seqlens_q, cu_seqlens_k = request["cu_seqlens_q"], request["cu_seqlens_k"]
     if cu_seqlens_q is None:
         return {"mCuQ": None, "mCuK": None, "mWork": None}
-    listed, other = (sizes.s_k, sizes.s_q) if keys else (sizes.s_q, sizes.s_k)
+    listed, other = (sizes.s_k, sizes.s_q) if of_keys else (sizes.s_q, sizes.s_k)
     work = torch.empty((listed // rows + sizes.batch + 1, 2), dtype=torch.int32, device=cu_seqlens_q.device)
     lists = {"mCuQ": cu_seqlens_q, "mCuK": cu_seqlens_k, "mWork": work}
-    filled = dict(zip(("queries", "lses", "keys", "values"), (queries, lses, *keys_and_values), strict=True))
     words = sizes.d // 2  # of 16-bit values
     numbers = {
         "rows": rows,
@@ -286,6 +279,7 @@ def _work(
         "heads": sizes.h_q,
         "key_words": sizes.h_kv * words,
     }
-    addresses = {name: 0 if t is None else t.data_ptr() for name, t in filled.items()}
-    _run(SinkWorkListSpec(keys), {**lists, **numbers, **addresses})
+    addresses = dict.fromkeys(("queries", "lses", "keys", "values"), 0)
+    addresses |= {name: t.data_ptr() for name, t in filled.items()}
+    _run(SinkWorkListSpec(of_keys), {**lists, **numbers, **addresses})
     return lists

@@ -13,7 +13,7 @@ from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, fail, require
 from cute_kernels.runtime.launch import launch_or_explain, require_memory
 from cute_kernels.runtime.ops import NAMESPACE, is_traced, needs_grad
-from cute_kernels.sink.launch import BackwardRows, Gradients, launch_backward, launch_forward
+from cute_kernels.sink.launch import NAMES, BackwardRows, Gradients, launch_backward, launch_forward
 from cute_kernels.sink.plan import route
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
 from cute_kernels.sink.request import BACKWARD, FORWARD, BackwardOptions, BackwardRequest, Options, Request
@@ -21,7 +21,7 @@ from cute_kernels.sink.request import BACKWARD, FORWARD, BackwardOptions, Backwa
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-DTYPES = (torch.bfloat16, torch.float16)
+DTYPES = tuple(NAMES)
 HEAD_DIMS = (64, 128)
 ALIGN = 16  # bytes, of rows and addresses: TMA requires it
 MAX_TOKENS = 2**30
@@ -31,7 +31,6 @@ _CODES = tuple(
     for name in ("int8", "uint8", "int16", "int32", "int64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
                  "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2")
 )  # fmt: skip
-_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
 _AUTOCAST = (torch.float32, *DTYPES)
 
 
@@ -271,7 +270,7 @@ def _decodes(request: Request) -> bool:
         h_q=q.shape[2],
         h_kv=k.shape[2],
         d=q.shape[3],
-        dtype=_NAMES.get(q.dtype, "other"),
+        dtype=NAMES.get(q.dtype, "other"),
         packed=request["cu_seqlens_q"] is not None or request["cu_seqlens_k"] is not None,
         differentiable=request["differentiable"],
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, TypedDict
 
 import torch
@@ -10,10 +11,9 @@ from cute_kernels.gqa.spec import MAX_RANGES
 from cute_kernels.runtime.checks import check_flag, check_int, check_number
 from cute_kernels.runtime.ops import Operator, Option
 
-
-def _check_window(name: str, value: object) -> None:
-    needs = "at least 1, as a window shows a query its own token, or None for no window"
-    check_int(name, value, 1, needs=needs)
+_check_window = partial(
+    check_int, least=1, needs="at least 1, as a window shows a query its own token, or None for no window"
+)
 
 
 class Inputs(TypedDict):
@@ -47,12 +47,8 @@ class Shared(TypedDict, total=False):
 class Forward(TypedDict, total=False):
     """Options of the forward alone."""
 
-    max_seqlen_q: Annotated[
-        int | None, Option(check=lambda name, value: check_int(name, value, 0), later=True, schema="SymInt?")
-    ]
-    num_splits: Annotated[
-        int | None, Option(check=lambda name, value: check_int(name, value, 1, MAX_RANGES), later=True)
-    ]
+    max_seqlen_q: Annotated[int | None, Option(check=partial(check_int, least=0), later=True, schema="SymInt?")]
+    num_splits: Annotated[int | None, Option(check=partial(check_int, least=1, most=MAX_RANGES), later=True)]
 
 
 class Options(Shared, Forward, total=False):

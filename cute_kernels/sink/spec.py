@@ -30,7 +30,6 @@ class SinkSpec:
     packed: bool = False
 
     def can_implement(self) -> list[str]:
-        """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = []
         if self.dtype not in DTYPES:
             reasons.append(f"dtype is {self.dtype}; it is {' or '.join(DTYPES)}")
@@ -82,7 +81,6 @@ class SinkForwardSpec(SinkSpec):
         return cls(dtype, d, packed, True, warpgroups, 64, False)
 
     def can_implement(self) -> list[str]:
-        """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = super().can_implement()
         if self.warpgroups not in WARPGROUPS:
             reasons.append(f"{self.warpgroups} warpgroups; there are 2 to 4")
@@ -135,7 +133,6 @@ class SinkForwardSpec(SinkSpec):
 
     @property
     def expected(self) -> dict[str, Any]:
-        """What the compiled kernel is held to."""
         registers = {2: 168, 3: 128, 4: 96}[self.warpgroups]
         return {"registers": registers, "instructions": ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "MUFU.EX2")}
 
@@ -152,12 +149,10 @@ class SinkWorkListSpec:
     kernel: ClassVar[str] = "cute_kernels.sink.kernels.work_list:SinkWorkListKernel"
 
     def can_implement(self) -> list[str]:
-        """Reasons, in words, why this kernel cannot be built; empty when it can."""
         return []
 
     @property
     def expected(self) -> dict[str, Any]:
-        """What the compiled kernel is held to."""
         return {"registers": 64, "instructions": ("ATOMS", "SHFL", "STG")}
 
 

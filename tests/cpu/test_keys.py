@@ -264,7 +264,7 @@ NONE, LENGTH, LSE = torch.zeros(4), torch.ones(2, dtype=I32), torch.zeros(2, 1, 
 
 def prepared_of(name: str, kernel: Kernel) -> Any:
     if name == "blocks":
-        views = (blocks_op.View("k_cache", (6, 128, 1, 64), (8192, 64, 64, 1)),)
+        views = (blocks_op.Strided("k_cache", "pthd", (6, 128, 1, 64), (8192, 64, 64, 1)),)
         rows = torch.zeros(4, 3, dtype=I32)
         return blocks_op.PreparedLaunch(kernel, "paged_NHD", views, 4, rows, rows[:, 0], LENGTH, set())
     if name == "gqa":

@@ -123,13 +123,9 @@ def decode(
     """Attention of one token of each request, whose own key is in the cache of some rank, into `output`.
 
     Args:
-        calls: the layer.
-        ranks: that share the keys.
-        query: (requests, heads, d).
-        views: of the layer's cache.
+        calls: the layer; others that are not here are as in `attend_with`.
         lengths: (requests,) int32, tokens that this rank has of each.
         block_table: (requests, pages) int32.
-        output: (requests, heads, d).
     """
     every = ranks.all_gather(query.contiguous(), dim=1).unsqueeze(1)
     out, lse = calls.part(every, views, lengths, block_table)
@@ -144,17 +140,11 @@ def prefill(
     """Attention of any number of tokens of each request, into `output`.
 
     Args:
-        calls: the layer.
-        ranks: that share the keys.
-        query: (tokens, heads, d).
-        key: (tokens, kv_heads, d), those of the same tokens.
-        value: likewise.
-        views: of the layer's cache.
+        calls: the layer; others that are not here are as in `attend_with`.
         starts: (requests + 1,) int32, where tokens of each request begin.
         starts_host: the same on the host.
         seq_lens: (requests,) int32, tokens of each on all ranks, the new ones included.
         block_table: (requests, pages) int32.
-        output: (tokens, heads, d).
     """
     tokens = starts_host[-1]
     query, key, value, output = (t[:tokens] for t in (query, key, value, output))

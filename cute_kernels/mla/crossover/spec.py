@@ -53,7 +53,6 @@ class MlaCrossoverSpec:
     """At launch each thread has 128."""
 
     def can_implement(self) -> list[str]:
-        """Reasons, in words, why this kernel cannot be built; empty when it can."""
         reasons = []
         if self.exchange not in EXCHANGES:
             reasons.append(f"exchange is {self.exchange!r}; known are {EXCHANGES}")
@@ -72,7 +71,6 @@ class MlaCrossoverSpec:
 
     @property
     def expected(self) -> dict[str, Any]:
-        """What the compiled kernel is held to."""
         sends = {"codes": "STAS", "values": "UBLKCP"}[self.exchange]
         return {
             "registers": 128,

@@ -159,13 +159,8 @@ class Rows(NamedTuple):
         """
         rows = torch.empty((*shape, d * dtype.itemsize + LSE_BYTES), dtype=torch.uint8, device=device)
         word = 0
-        for number in (
-            *shape,
-            d,
-            dtype.itemsize,
-            dtype is torch.float16,
-            *call,
-        ):  # arithmetic that torch.compile traces
+        # arithmetic that torch.compile traces
+        for number in (*shape, d, dtype.itemsize, dtype is torch.float16, *call):
             word = (word * 1_000_003 + number + 1) % (2**31 - 1)
         rows[..., -12:].view(torch.int32).fill_(word)
         return cls.view(rows, d, dtype)

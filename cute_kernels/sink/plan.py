@@ -108,12 +108,7 @@ def backward_section(*, batch: int, s_k: int, h_kv: int, d: int, window: int | N
 
     With a window of 4096, 32 and 8 heads of 128 reach 420 TFLOP/s with all pairs at a time, and 473 with one.
 
-    Args:
-        batch: sequences.
-        s_k: keys of each.
-        h_kv: heads of keys and values.
-        d: head dimension.
-        window: of the call, where it hides a key.
+    Arguments are as in `forward_section`.
 
     Returns:
         A divisor of batch x h_kv.

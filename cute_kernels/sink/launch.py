@@ -145,17 +145,14 @@ def launch_backward(request: Request, rows: BackwardRows, gradients: Gradients) 
     spec = SinkBackwardSpec.for_launch(**kind, deterministic=request["deterministic"])
     common = (spec.dtype, spec.d, spec.packed)
     out, dout, given = _strided(rows.out), _strided(rows.dout), rows.delta is not None
-    inputs, longest = {**_operands(request), "mDOut": dout}, request["max_seqlen_q"]
-    assert longest is not None
+    inputs = {**_operands(request), "mDOut": dout}
     positions = -(-(sizes.rows + PADDING * sizes.batch) // QUERIES) * QUERIES
     scratch = functools.partial(torch.empty, dtype=torch.float32, device=out.device)
     stats = scratch((2, sizes.h_q, positions))
-    blocks = -(-(positions if spec.packed else longest) // SinkPrepareSpec.rows)
+    blocks = -(-(positions if spec.packed else sizes.s_q) // SinkPrepareSpec.rows)
     parts = scratch((sizes.h_q, blocks if spec.packed else sizes.batch * blocks))
-    if spec.packed:
-        parts.zero_()
     sums = scratch((sizes.h_q, positions, spec.d) if spec.fused else 0)
-    shared = {"mCuQ": request["cu_seqlens_q"], "sums": sums.data_ptr(), "max_q": longest, "mStats": stats}
+    shared = {"mCuQ": request["cu_seqlens_q"], "sums": sums.data_ptr(), "mStats": stats}
 
     prepared = {"mOut": out, "mDOut": dout, "mLse": rows.lse, "mDelta": rows.delta}
     prepared |= {"mSink": _sink(request), "mParts": parts}

@@ -219,7 +219,7 @@ def _check_options(request: Request) -> None:
 
 
 _checked_lengths: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""For each checked tensor: its version at that time, its number of tokens, and its longest sequence."""
+"""For each checked tensor: its version at that time, and its number of tokens."""
 
 
 def _check_lengths(name: str, cu_seqlens: torch.Tensor, tokens: int) -> None:
@@ -231,30 +231,17 @@ def _check_lengths(name: str, cu_seqlens: torch.Tensor, tokens: int) -> None:
     if memory.is_capturing(cu_seqlens.device):
         return
     version = 0 if cu_seqlens.is_inference() else cu_seqlens._version
-    if _checked_lengths.get(cu_seqlens, ())[:2] == (version, tokens):
+    if _checked_lengths.get(cu_seqlens) == (version, tokens):
         return
     borders = cu_seqlens.tolist()
     needs = f"0 first, no decrease, and at most the number of tokens, {tokens}, last"
     require(bool(borders), name, "no element", needs)
     require(borders[0] == 0, name, f"{borders[0]} first", needs)
-    longest = 0
     for i in range(1, len(borders)):
         if borders[i] < borders[i - 1]:
             fail(name, f"{borders[i]} after {borders[i - 1]} at index {i}", needs)
-        longest = max(longest, borders[i] - borders[i - 1])
     require(borders[-1] <= tokens, name, f"{borders[-1]} last", needs)
-    _checked_lengths[cu_seqlens] = (version, tokens, longest)
-
-
-def _longest(cu_seqlens: torch.Tensor, tokens: int) -> int:
-    """Upper bound of the longest sequence, valid for replays too: `tokens` if contents are unchecked or may change.
-
-    At least 1: kernels that have a CTA for so many tokens are launched, also where all tokens are padding.
-    """
-    if cu_seqlens.is_inference() or memory.is_capturing(cu_seqlens.device):
-        return tokens
-    version, _, longest = _checked_lengths.get(cu_seqlens, (None, 0, tokens))
-    return max(longest, 1) if version == cu_seqlens._version else tokens
+    _checked_lengths[cu_seqlens] = (version, tokens)
 
 
 # ---- decoding
@@ -355,17 +342,11 @@ def _launchable(request: Request) -> Request:
     """The request for a launch: defaults filled in, and copies of tensors whose rows kernels cannot read.
 
     Strides of q, k and v are positive multiples of 16 bytes, but for dimensions of size 1. A window hides a key.
-    `max_seqlen_q` is a number, not below the queries of the longest sequence.
     """
     q, k, v = (_plain(request[name]) for name in ("q", "k", "v"))
-    tokens, cu_seqlens_q, window, scale = (
-        q.shape[-3],
-        request["cu_seqlens_q"],
-        request["window"],
-        request["softmax_scale"],
-    )
+    window, scale = request["window"], request["softmax_scale"]
     # how many tokens there are of other sequences must not choose a row's kernel
-    most = k.shape[-3] if cu_seqlens_q is None else MAX_TOKENS
+    most = k.shape[-3] if request["cu_seqlens_q"] is None else MAX_TOKENS
     return {
         **request,
         "q": q,
@@ -373,7 +354,6 @@ def _launchable(request: Request) -> Request:
         "v": v,
         "window": None if window is None or window >= most else window,
         "softmax_scale": q.shape[-1] ** -0.5 if scale is None else float(scale),
-        "max_seqlen_q": tokens if cu_seqlens_q is None else _longest(cu_seqlens_q, tokens),
     }
 
 

@@ -62,9 +62,8 @@ class Options(Shared, Forward, total=False):
         of a packed q. It begins with 0, never decreases, and ends with the number of tokens or before: rows past the
         last sequence are padding, and their results are those of queries without keys. The host reads and checks the
         contents once for each tensor and each change that torch counts, which waits for the GPU; not under graph
-        capture. After a change that torch does not count (by a replay, another library's kernel, `.data`, NumPy) pass
-        a new tensor, or gradients of sequences longer than before are wrong. If a replay finds contents that break
-        these rules, its results are undefined, but it stays within its tensors.
+        capture. If a replay finds contents that break these rules, its results are undefined, but it stays within its
+        tensors.
     cu_seqlens_k: the same for k and v.
     deterministic: the same call gives gradients with the same bits; torch.use_deterministic_algorithms also turns
         it on. The bits of the output are always the same.

@@ -514,7 +514,7 @@ def test_gradients_of_padding_rows_are_0(
     request = FORWARD.request(**longer, **options, deterministic=deterministic, differentiable=True)
     with torch.no_grad():
         launched = backward(dout, *op._forward_on_gpu(request), request)
-    assert len(launches.requests) == 2 and [one["max_seqlen_q"] for one in launches.requests] == [5, 5]
+    assert len(launches.requests) == 2
     for found in (gradients(out, longer, dout), launched):
         for got, want, rows in zip(found, expected, (8, 9, 9, None), strict=True):
             assert torch.equal(got[:rows], want)
@@ -533,7 +533,7 @@ def test_all_tokens_may_be_padding(borders: list[int], grad: bool, launches: Lau
         out, lse = op._forward_on_gpu(request)
         launched = backward(out, out, lse, request)
     assert (out == 0).all() and (lse == -torch.inf).all() and all((t == 0).all() for t in launched)
-    assert [one["max_seqlen_q"] for one in launches.requests] == ([] if len(borders) == 1 else [1, 1])
+    assert len(launches.requests) == (0 if len(borders) == 1 else 2)
     assert not grad or all((t == 0).all() for t in gradients(sink_attention(**tensors), tensors))
 
 
@@ -553,7 +553,7 @@ def test_the_host_does_not_read_what_it_is_told(monkeypatch: pytest.MonkeyPatch)
     op.check(FORWARD.request(**{**on_gpu, "max_seqlen_q": None}))
     assert len(read) == 4
     op.check(FORWARD.request(**{**on_gpu, "differentiable": True}))
-    assert len(read) == 6, "grids of the backward follow from the contents"
+    assert len(read) == 6, "the backward is not told, and would read them"
 
 
 @pytest.mark.parametrize(

@@ -75,11 +75,6 @@ def section(case: SinkCase, heads: int, small: bool) -> int:
     return heads if small else heads * len(case.lengths)
 
 
-def longest(case: SinkCase) -> tuple[int, int]:
-    """Of queries, and of keys."""
-    return max(a for a, _ in case.lengths), max(b for _, b in case.lengths)
-
-
 def work_list(case: SinkCase, keys: bool, rows: int) -> torch.Tensor | None:
     if case.cu_seqlens_q is None or case.cu_seqlens_k is None:
         return None
@@ -260,13 +255,12 @@ def run_backward(
     out, lse = expected.out.exact.to(case.q.dtype), expected.lse.float()
     nan = float("nan")
     *_, h_q, d = case.q.shape
-    batch, max_q = len(case.lengths), longest(case)[0]
+    batch = len(case.lengths)
     positions = -(-(sum(s_q for s_q, _ in case.lengths) + PADDING * batch) // 64) * 64
     stats = torch.full((2, h_q, positions), nan, device="cuda")
     sums = torch.full((h_q, positions, d), nan, device="cuda")
-    parts = torch.full((h_q, batch * -(-max_q // SinkPrepareSpec.rows)), nan, device="cuda")
-    if packed:
-        parts = torch.zeros((h_q, -(-positions // SinkPrepareSpec.rows)), dtype=torch.float32, device="cuda")
+    blocks = -(-(positions if packed else case.q.shape[1]) // SinkPrepareSpec.rows)
+    parts = torch.full((h_q, blocks if packed else batch * blocks), nan, device="cuda")
     d_q, d_k, d_v = (
         torch.full((*t.shape[:-1], d + 8), nan, dtype=t.dtype, device="cuda")[..., :d] for t in (case.q, case.k, case.v)
     )
@@ -276,16 +270,14 @@ def run_backward(
     numbers = (case.softmax_scale, case.window or NO_WINDOW, int(case.causal))
 
     get_kernel(SinkPrepareSpec(dtype, d, packed, fused))(
-        out, case.d_out, lse, None, some_sink(case), stats, parts, cu_q, sums.data_ptr(), max_q
+        out, case.d_out, lse, None, some_sink(case), stats, parts, cu_q, sums.data_ptr()
     )
     get_kernel(keys)(
         case.q, case.k, case.v, case.d_out, stats, d_k, d_v, cu_q, cu_k, work_list(case, True, keys.keys),
         sums.data_ptr(), *numbers, section(case, case.k.shape[-2], small), ctas, counters.data_ptr(),
     )  # fmt: skip
     if fused:
-        get_kernel(SinkFinishSpec(dtype, d, packed))(
-            d_q, cu_q, sums.data_ptr(), positions, case.softmax_scale, max_q
-        )  # fmt: skip
+        get_kernel(SinkFinishSpec(dtype, d, packed))(d_q, cu_q, sums.data_ptr(), positions, case.softmax_scale)
     else:
         queries = query_grad_spec(dtype, d, packed, window, way)
         get_kernel(queries)(

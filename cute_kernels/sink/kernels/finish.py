@@ -34,7 +34,7 @@ class SinkFinishKernel:
         spec = self.spec
         d_q = views.fake_rows(self.dtype, spec.packed, tuple(cute.sym_int() for _ in range(3)), spec.d)
         cu_q = make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4) if spec.packed else None
-        numbers = (Int64(0), Int32(64), Float32(1.0), Int32(1))
+        numbers = (Int64(0), Int32(64), Float32(1.0))
         return (d_q, cu_q, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
 
     @cute.jit
@@ -45,28 +45,22 @@ class SinkFinishKernel:
         sums: Int64,
         positions: Int32,
         softmax_scale: Float32,
-        max_q: Int32,
         stream: cuda.CUstream,
     ):
-        """One launch of ceil(max_q / 64) x h_q x batch CTAs.
+        """One launch of ceil(s_q / 64) x h_q x batch CTAs; packed, of positions / 64 x h_q.
 
         mDQ        (batch, s_q, h_q, d) or packed (tokens, h_q, d): every row is written
         mCuQ       packed: (batch + 1,) int32; otherwise None
         sums       address of h_q x positions x d float32 of SinkBackwardKernel
         positions  mStats.shape[2] of the other kernels
-        max_q      packed: the longest sequence, or more; otherwise not read
         """
         spec = self.spec
         heads = mDQ.shape[1 if const_expr(spec.packed) else 2]
-        batch = mDQ.shape[0]
         if const_expr(spec.packed):
-            assert mCuQ is not None
-            batch = mCuQ.shape[0] - 1
+            grid = [positions // QUERIES, heads, 1]
         else:
-            max_q = Int32(mDQ.shape[1])
-        self.kernel(mDQ, mCuQ, sums, positions, softmax_scale, max_q).launch(
-            grid=[cute.ceil_div(max_q, QUERIES), heads, batch], block=[THREADS, 1, 1], stream=stream
-        )
+            grid = [cute.ceil_div(mDQ.shape[1], QUERIES), heads, mDQ.shape[0]]
+        self.kernel(mDQ, mCuQ, sums, positions, softmax_scale).launch(grid=grid, block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(
@@ -76,17 +70,18 @@ class SinkFinishKernel:
         sums: Int64,
         positions: Int32,
         softmax_scale: Float32,
-        max_q: Int32,
     ):
         spec = self.spec
         tidx, _, _ = cute.arch.thread_idx()
         block, head, batch = cute.arch.block_idx()
-        start, s_q = Int32(0), max_q
         if const_expr(spec.packed):
             assert mCuQ is not None
+            batch, block = views.block_at(mCuQ, mDQ.shape[0], block, QUERIES)
             start, s_q = views.span(mCuQ, batch, mDQ.shape[0])
+        else:
+            start, s_q = Int32(0), mDQ.shape[1]
         first = block * QUERIES
-        if first < s_q:
+        if (first >= 0) & (first < s_q):
             if const_expr(spec.packed):
                 gDQ = cute.domain_offset((start, 0), mDQ[None, head, None])
             else:

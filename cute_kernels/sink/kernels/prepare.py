@@ -45,10 +45,9 @@ class SinkPrepareKernel:
         sink = make_fake_tensor(Float32, (h_q,), (1,), assumed_align=4)
         parts = make_fake_tensor(Float32, (h_q, cute.sym_int()), (cute.sym_int64(), 1), assumed_align=4)
         cu_q = make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4) if spec.packed else None
-        numbers = (Int64(0), Int32(1))
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
         delta = views.fake_rows(Float32, spec.packed, (batch, s_q, h_q), None) if spec.given else None
-        return (out, d_out, lse, delta, sink, views.fake_stats(h_q), parts, cu_q, *numbers, stream)
+        return (out, d_out, lse, delta, sink, views.fake_stats(h_q), parts, cu_q, Int64(0), stream)
 
     @cute.jit
     def __call__(
@@ -62,33 +61,28 @@ class SinkPrepareKernel:
         mParts: cute.Tensor,
         mCuQ: cute.Tensor | None,
         sums: Int64,
-        max_q: Int32,
         stream: cuda.CUstream,
     ):
-        """One launch of ceil(max_q / 128) x h_q x batch CTAs.
+        """One launch of ceil(s_q / 128) x h_q x batch CTAs; packed, of ceil(positions / 128) x h_q.
 
         mOut, mDOut  (batch, s_q, h_q, d) or packed (tokens, h_q, d), strides as in the forward
         mLse     (batch, s_q, h_q) or (tokens, h_q) float32, of the forward: without the sink
         mDelta   likewise: delta, or None to compute it
         mSink    (h_q,) float32
         mStats   (2, h_q, positions) float32, contiguous, 128-byte aligned: receives L and delta
-        mParts   (h_q, batch x ceil(max_q / 128)) float32: the sum over the last mode is the gradient of mSink.
-                 Packed: (h_q, ceil(positions / 128)), 0 where no block writes, so that its order and with it the bits
-                 of the sum do not depend on max_q, which is larger under graph capture
+        mParts   (h_q, ceil(s_q / 128) x batch), packed (h_q, ceil(positions / 128)) float32: the sum over the last mode
+                 is the gradient of mSink
         mCuQ     packed: (batch + 1,) int32; otherwise None
         sums     fused: address of h_q x positions x d float32 that are set to 0; otherwise not read
-        max_q    packed: the longest sequence, or more; otherwise not read
         """
         spec = self.spec
         heads = mOut.shape[1 if const_expr(spec.packed) else 2]
-        batch = mOut.shape[0]
         if const_expr(spec.packed):
-            assert mCuQ is not None
-            batch = mCuQ.shape[0] - 1
+            grid = [mParts.shape[1], heads, 1]
         else:
-            max_q = Int32(mOut.shape[1])
-        self.kernel(mOut, mDOut, mLse, mDelta, mSink, mStats, mParts, mCuQ, sums, max_q).launch(
-            grid=[cute.ceil_div(max_q, ROWS), heads, batch], block=[THREADS, 1, 1], stream=stream
+            grid = [cute.ceil_div(mOut.shape[1], ROWS), heads, mOut.shape[0]]
+        self.kernel(mOut, mDOut, mLse, mDelta, mSink, mStats, mParts, mCuQ, sums).launch(
+            grid=grid, block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
@@ -103,23 +97,25 @@ class SinkPrepareKernel:
         mParts: cute.Tensor,
         mCuQ: cute.Tensor | None,
         sums: Int64,
-        max_q: Int32,
     ):
         spec = self.spec
         lanes = spec.d // 8
         tidx, _, _ = cute.arch.thread_idx()
-        block, head, batch = cute.arch.block_idx()
+        index, head, batch = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
+        part_index = batch * blocks + index
         sPart = SmemAllocator().allocate_tensor(Float32, cute.make_layout(THREADS // 32))
-        start, s_q = Int32(0), max_q
         if const_expr(spec.packed):
             assert mCuQ is not None
+            batch, block = views.block_at(mCuQ, mOut.shape[0], index, ROWS)
             start, s_q = views.span(mCuQ, batch, mOut.shape[0])
+        else:
+            block, start, s_q = index, Int32(0), mOut.shape[1]
         place = views.position(spec.packed, start, batch, s_q)
         first = block * ROWS
         padded = (s_q + ROWS - 1) & -ROWS
         part = Float32(0.0)
-        if first < padded:
+        if (first >= 0) & (first < padded):
             if const_expr(spec.packed):
                 gOut, gDOut = (cute.domain_offset((start, 0), t[None, head, None]) for t in (mOut, mDOut))
                 gLse = cute.domain_offset((start,), mLse[None, head])
@@ -169,10 +165,7 @@ class SinkPrepareKernel:
         if tidx % 32 == 0:
             sPart[tidx // 32] = part
         cute.arch.sync_threads()
-        part_index = batch * blocks + block
-        if const_expr(spec.packed):
-            part_index = (place + first) // ROWS  # sequences are 129 positions apart: no two blocks share one
-        if (tidx == 0) & (first < padded):
+        if tidx == 0:
             sum_of_block = Float32(0.0)
             for i in cutlass.range_constexpr(THREADS // 32):
                 sum_of_block += sPart[i]

@@ -123,6 +123,23 @@ def span(cu_seqlens: cute.Tensor, batch: Int32, tokens: Int32) -> Span:
     return Span(begin, cutlass.max(end - begin, 0))
 
 
+@cute.jit
+def block_at(cu_seqlens: cute.Tensor, tokens: Int32, index: Int32, rows: cutlass.Constexpr):
+    """The sequence that has block `index` of the positions in the statistics, and which of its blocks that is.
+
+    A sequence's blocks of `rows`, 64 or 128, begin at its row 0, and no two blocks have the same position // rows. A
+    block may lie past the last row of its sequence. With borders that decrease it may be any block, a negative one too.
+    """
+    low, high = Int32(0), cu_seqlens.shape[0] - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if position(True, span(cu_seqlens, middle, tokens).start, middle, Int32(0)) // rows <= index:
+            low = middle
+        else:
+            high = middle
+    return low, index - position(True, span(cu_seqlens, low, tokens).start, low, Int32(0)) // rows
+
+
 def origin(packed: bool, length: Int32, start: Int32, batch: Int32) -> Origin:
     """Where a sequence begins in its view."""
     if const_expr(packed):

@@ -10,6 +10,7 @@ import contextvars
 import importlib
 import os
 import shlex
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -144,6 +145,8 @@ def precompile(
 
 
 def _fill(spec: KernelSpec) -> None:
+    # tvm_ffi imports torch where it can, which takes 1.2 s; a process that compiles, and calls nothing, needs none
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     get_kernel(spec)
 
 

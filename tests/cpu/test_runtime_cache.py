@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 import pytest
 
 from cute_kernels.merge.spec import MergeSpec
-from cute_kernels.runtime import arch, cache, compile, trust
+from cute_kernels.runtime import arch, cache, compile, trust, workers
 from cute_kernels.runtime.cache import DiskCache, entry_name
 from cute_kernels.runtime.sources import modules_of_kernel
-from tests.cpu.tiny_spec import TinySpec
+from tests.cpu.tiny_spec import TinySpec, fill_without_torch
 from tests.kit.kernel_place import Place
 
 SPEC = TinySpec()
@@ -132,6 +132,12 @@ def test_precompile_fills_the_cache_for_others(place: Place) -> None:
     for spec in specs:
         compile.get_kernel(spec)
     assert place.compilations() == 2
+
+
+def test_a_process_that_compiles_imports_no_torch(place: Place) -> None:
+    """It would take as long as a small kernel."""
+    workers.call_each(fill_without_torch, [TinySpec(32)], 1, lambda spec: None)
+    assert place.compilations() == 1
 
 
 def test_precompile_passes_on_why_a_spec_cannot_be_built(place: Place) -> None:

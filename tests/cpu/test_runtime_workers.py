@@ -92,11 +92,11 @@ def test_new_interpreters_start_in_one_place() -> None:
 def test_processes_end_with_their_parent(number: signal.Signals) -> None:
     variable = f"WORKERS_OF_A_TEST={os.getpid()}.{number}"
     name, _, value = variable.partition("=")
-    code = "import time\nfrom cute_kernels.runtime.workers import call_each\ncall_each(time.sleep, [3.0] * 9, 2, print)"
+    code = "import time\nfrom cute_kernels.runtime.workers import call_each\ncall_each(time.sleep, [1.5] * 9, 2, print)"
     env = os.environ | {"PYTHONPATH": str(ROOT), name: value}
     parent = subprocess.Popen([sys.executable, "-c", code], env=env)
     until(lambda: len(living(variable)) == 3)
-    time.sleep(1)  # they are at work
+    time.sleep(0.5)  # they are at work
     parent.send_signal(number)
     assert parent.wait() == -number
     until(lambda: not living(variable))
@@ -117,7 +117,7 @@ def test_after_the_time_limit_nothing_is_left() -> None:
     done: list[float] = []
     before = children()
     start = time.monotonic()
-    workers.call_each(time.sleep, [0.0, 60.0], 2, done.append, timeout_s=8)
+    workers.call_each(time.sleep, [0.0, 60.0], 2, done.append, timeout_s=4)
     assert done == [0.0] and time.monotonic() - start < 40 and children() == before
 
 

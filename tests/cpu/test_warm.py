@@ -1,11 +1,10 @@
 """Warm start: which kernels a model needs, as its ops would ask for them, and that they are on disk afterwards."""
 
-import dataclasses
 import os
 import subprocess
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,14 +29,14 @@ from cute_kernels.mla import launch as mla_launch
 from cute_kernels.mla.append_spec import MlaAppendSpec
 from cute_kernels.mla.request import APPEND, DECODE
 from cute_kernels.runtime import compile
-from cute_kernels.runtime.cache import KernelSpec, entry_name
+from cute_kernels.runtime.cache import entry_name
 from cute_kernels.sink import launch as sink_launch
 from cute_kernels.sink.op import _launchable
 from cute_kernels.sink.request import FORWARD
 from cute_kernels.warm import GqaShape, IndexShape, MlaShape, PrefillShape, kernel_specs, warm
 from cute_kernels.warm.__main__ import main, numbers, parser, shapes_of
 from fp8_mla.formats import FORMATS
-from tests.cpu.tiny_spec import TinySpec
+from tests.cpu.tiny_spec import TinyShape, TinySpec
 from tests.kit.kernel_place import ROOT, Place
 
 SMS = 132
@@ -360,16 +359,6 @@ def test_every_import_gives_something_to_call(statement: str) -> None:
 # ---- on disk
 
 
-@dataclasses.dataclass(frozen=True)
-class TinyShape:
-    """A model that needs two tiny kernels, one of them twice."""
-
-    widths: tuple[int, ...] = (32, 64, 32)
-
-    def specs(self, batch_sizes: Iterable[int], query_tokens: Iterable[int], num_sms: int) -> Iterator[KernelSpec]:
-        yield from map(TinySpec, self.widths)
-
-
 def test_two_kernels_in_two_processes_and_nothing_again(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     first = cute_kernels.warm(TinyShape(), processes=2)
     assert len(first.specs) == len(first.compiled) == place.compilations() == 2
@@ -399,7 +388,7 @@ def test_a_daemonic_process_compiles_by_itself(place: Place) -> None:
     """Servers start their workers as daemons, which may have no children."""
     code = """
 import multiprocessing
-from tests.cpu.test_warm import TinyShape
+from tests.cpu.tiny_spec import TinyShape
 from cute_kernels.warm import warm
 def work(queue):
     queue.put(len(warm(TinyShape(), progress=False).compiled))

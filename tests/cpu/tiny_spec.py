@@ -1,5 +1,7 @@
 """The smallest kernel's spec, for tests of the machinery around kernels. Pure Python, as every spec."""
 
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,6 +26,25 @@ class TinySpec:
     @property
     def expected(self) -> dict[str, Any]:
         return {"registers": 16, "instructions": ("LDG.E", "FMUL")}
+
+
+@dataclass(frozen=True)
+class TinyShape:
+    """A model that needs two tiny kernels, one of them twice."""
+
+    widths: tuple[int, ...] = (32, 64, 32)
+
+    def specs(self, batch_sizes: Iterable[int], query_tokens: Iterable[int], num_sms: int) -> Iterator[TinySpec]:
+        yield from map(TinySpec, self.widths)
+
+
+def fill_without_torch(spec: TinySpec) -> None:
+    """Does what a process that compiles does, which must leave torch alone."""
+    from cute_kernels.runtime import compile
+
+    compile._fill(spec)
+    if sys.modules.get("torch"):
+        raise RuntimeError("torch was imported")
 
 
 def shipped_specs() -> list[TinySpec]:

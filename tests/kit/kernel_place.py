@@ -24,7 +24,12 @@ class Place:
     log: Path
 
     def start(self, code: str, **environment: str) -> "subprocess.Popen[str]":
-        """A Python process that runs `code` with this cache, not in the checkout: `python -c` looks there first."""
+        """A Python process that runs `code` with this cache, not in the checkout: `python -c` looks there first.
+
+        Where the code does not name torch, tvm_ffi does not find it either, which saves 1.2 s.
+        """
+        if "torch" not in code:
+            code = f"import sys; sys.modules['torch'] = None\n{code}"
         env = os.environ | {"CUTE_KERNELS_CACHE_DIR": str(self.directory), "TINY_KERNEL_LOG": str(self.log)}
         env |= {"PYTHONPATH": str(ROOT)} | environment
         command, output = [sys.executable, "-c", code], subprocess.PIPE

@@ -382,13 +382,17 @@ def gqa_decode(draw: st.DrawFn, device: torch.device) -> Call:
         case = dataclasses.replace(case, cache_seqlens=_extreme(draw, case.cache_seqlens, capacity))
     if case.softmax_scale is None and draw(chance(30)):
         case = dataclasses.replace(case, softmax_scale=row.d**-0.5 * draw(one_of(0.25, 0.5, 1.0)))
-    rows = _rows(draw, batch)
+    return _gqa_call(draw, case)
+
+
+def _gqa_call(draw: st.DrawFn, case: GqaCase) -> Call:
+    rows = _rows(draw, len(case.q))
 
     def oracle(values: Mapping[str, torch.Tensor]) -> list[str]:
         return _problems(check_gqa(values["out"][rows], values["lse"][rows], gqa_rows(case, rows)))
 
     arguments = {**case.arguments(), "num_splits": draw(one_of(*SPLITS))}
-    return Call("gqa_decode", arguments, _decode_image(draw, case.q, row.d), DECODE_MODES, oracle)
+    return Call("gqa_decode", arguments, _decode_image(draw, case.q, case.q.shape[-1]), DECODE_MODES, oracle)
 
 
 @st.composite
@@ -409,13 +413,7 @@ def gqa_blocks(draw: st.DrawFn, device: torch.device) -> Call:
     assert case.block_table is not None and case.cache_seqlens is not None
     lengths = _extreme(draw, case.cache_seqlens, case.block_table.shape[1] * page_size)
     case = dataclasses.replace(case, cache_seqlens=lengths)
-    rows = _rows(draw, batch)
-
-    def oracle(values: Mapping[str, torch.Tensor]) -> list[str]:
-        return _problems(check_gqa(values["out"][rows], values["lse"][rows], gqa_rows(case, rows)))
-
-    arguments = {**case.arguments(), "num_splits": draw(one_of(*SPLITS))}
-    return Call("gqa_decode", arguments, _decode_image(draw, case.q, 128), DECODE_MODES, oracle)
+    return _gqa_call(draw, case)
 
 
 def gqa_rows(case: GqaCase, rows: Sequence[int]) -> GqaCase:

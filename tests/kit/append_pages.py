@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from fp8_mla import pack
 from fp8_mla.formats import FORMATS, PageLayout, TokenFormat
@@ -119,56 +121,44 @@ def slots_for(tokens: int, num_slots: int, seed: int) -> torch.Tensor:
 
 def special_rows(tile: int) -> torch.Tensor:
     """Tokens that every rule of a quantization with tiles of `tile` elements touches, (n, 512) bfloat16."""
-    gen = generator(11)
-    largest, smallest = torch.finfo(torch.bfloat16).max, 2.0**-133
-    rows = [
-        torch.zeros(512, dtype=torch.float32, device="cpu"),
-        -torch.zeros(512, dtype=torch.float32, device="cpu"),
-        torch.full((512,), largest, dtype=torch.float32, device="cpu"),
-        torch.full((512,), smallest, dtype=torch.float32, device="cpu"),
-    ]
+    gen, largest = generator(11), torch.finfo(torch.bfloat16).max
+    rows = [torch.full((512,), value, dtype=torch.float32, device="cpu") for value in (0.0, -0.0, largest, 2.0**-133)]
+
+    def drawn() -> torch.Tensor:
+        return torch.randn(512, generator=gen, dtype=torch.float32, device="cpu")
+
     for exponent in range(-140, 128, 3):  # from below the smallest scale to the top, subnormals in between
-        rows.append(torch.randn(512, generator=gen, dtype=torch.float32, device="cpu") * 2.0 ** min(exponent, 124))
-    for value in (float("nan"), -float("nan"), float("inf"), -float("inf")):
-        one = torch.randn(512, generator=gen, dtype=torch.float32, device="cpu")
+        rows.append(drawn() * 2.0 ** min(exponent, 124))
+    for value in (math.nan, -math.nan, math.inf, -math.inf):
+        one, whole, mixed = drawn(), drawn(), drawn()
         one[[0, tile - 1, tile, 130, 300, 447, 448, 511]] = value
-        whole = torch.randn(512, generator=gen, dtype=torch.float32, device="cpu")
         whole[tile : 2 * tile] = value
-        mixed = torch.randn(512, generator=gen, dtype=torch.float32, device="cpu")
-        mixed[0], mixed[1] = value, float("nan")
-        mixed[tile], mixed[tile + 1] = float("inf"), float("nan")
-        rows += [one, whole, mixed, torch.full((512,), value, dtype=torch.float32, device="cpu")]
-    jumps = torch.randn(512, generator=gen, dtype=torch.float32, device="cpu")
+        mixed[0], mixed[1] = value, math.nan
+        mixed[tile], mixed[tile + 1] = math.inf, math.nan
+        rows += [one, whole, mixed, torch.full_like(one, value)]
+    jumps = drawn()
     jumps[tile : 2 * tile] = 0
     jumps[2 * tile] = largest
     jumps[3 * tile : 4 * tile] *= 2.0**-60
     rows.append(jumps)
     # ties of the codes: with a largest magnitude of 448 or 6 the scale is 1
     codes = torch.arange(127, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
-    ties = torch.cat(
-        [
-            (codes[:-1] + codes[1:]) / 2,
-            torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=torch.float32, device="cpu"),
-        ]
-    )
+    ties = torch.cat([(codes[:-1] + codes[1:]) / 2, codes.new_tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])])
     for peak in (448.0, 6.0):
-        fitting = ties[ties <= peak]
-        count = -(-len(fitting) // (tile - 1))
-        spread = torch.zeros(count * tile, dtype=torch.float32, device="cpu").view(count, tile)
-        padded = torch.zeros(count * (tile - 1), dtype=torch.float32, device="cpu")
-        padded[: len(fitting)] = fitting
-        spread[:, 1:], spread[:, 0] = padded.view(count, tile - 1), peak
-        flat = torch.zeros(-(-count * tile // 512) * 512, dtype=torch.float32, device="cpu")
-        flat[: count * tile] = spread.flatten()
-        rows += [*flat.view(-1, 512), *(-flat).view(-1, 512)]
+        flat = _rows_of(F.pad(_rows_of(ties[ties <= peak], tile - 1), (1, 0), value=peak))
+        rows += [*flat, *-flat]
     # both sides of every step of a scale that is a power of two: 448 x 2^k and the next number
-    steps = torch.zeros(512, dtype=torch.float32, device="cpu")
-    steps[::tile] = torch.tensor(
-        [448.0 * 2.0**k for k in range(512 // tile)][: 512 // tile], dtype=torch.float32, device="cpu"
-    )
-    above = torch.zeros(512, dtype=torch.float32, device="cpu")
-    above[::tile] = torch.tensor([450.0 * 2.0**k for k in range(512 // tile)], dtype=torch.float32, device="cpu")
-    return torch.stack([*rows, steps, above, steps * 2.0**-30, above * 2.0**-30]).bfloat16()
+    powers = 2.0 ** torch.arange(512 // tile, dtype=torch.float32, device="cpu")
+    for peak in (448.0, 450.0):
+        steps = torch.zeros_like(jumps)
+        steps[::tile] = peak * powers
+        rows += [steps, steps * 2.0**-30]
+    return torch.stack(rows).bfloat16()
+
+
+def _rows_of(values: torch.Tensor, width: int = 512) -> torch.Tensor:
+    """All values one after the other in rows, the last one padded with zeros."""
+    return F.pad(values.flatten(), (0, -values.numel() % width)).view(-1, width)
 
 
 def every_pattern() -> torch.Tensor:
@@ -189,14 +179,5 @@ def every_magnitude_with_every_e4m3_scale() -> torch.Tensor:
     for scale in scales.tolist():
         inside = bits[(bits <= 6 * scale) & (bits >= scale / 64)]
         inside[1::2] *= -1
-        count = -(-len(inside) // 15)
-        tile = torch.zeros(count, 16, dtype=torch.float32, device="cpu")
-        tile[:, 15] = 6 * scale
-        padded = torch.zeros(count * 15, dtype=torch.float32, device="cpu")
-        padded[: len(inside)] = inside
-        tile[:, :15] = padded.view(count, 15)
-        tiles.append(tile)
-    flat = torch.cat(tiles).flatten()
-    rows = torch.zeros(-(-len(flat) // 512) * 512, dtype=torch.float32, device="cpu")
-    rows[: len(flat)] = flat
-    return rows.view(-1, 512).bfloat16()
+        tiles.append(F.pad(_rows_of(inside, 15), (0, 1), value=6 * scale))
+    return _rows_of(torch.cat(tiles)).bfloat16()

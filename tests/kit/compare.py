@@ -231,7 +231,7 @@ def compare(
     excess = error.abs() / allowed
     worst = excess.max().item() if excess.numel() else 0.0
     if worst > 1:
-        index = _unravel(int(excess.argmax()), excess.shape)
+        index = _place_of_largest(excess)
         count = int((excess > 1).sum())
         problems.append(
             f"out: {count} of {excess.numel()} elements are beyond 2 x the error of {_short(out.dtype)} + 2 ulp, the "
@@ -443,7 +443,7 @@ def _compare_lse(got: torch.Tensor, want: torch.Tensor) -> tuple[list[str], floa
     excess = error / allowed
     worst = excess.max().item()
     if worst > 1:
-        index = _unravel(int(excess.argmax()), error.shape)
+        index = _place_of_largest(excess)
         problems.append(
             f"lse: {int((excess > 1).sum())} of {error.numel()} are off by more than {LSE_ATOL:g} + {LSE_RTOL:g} x "
             f"their size, the worst at {index}: got {got[index].item():.8g}, needs {want[index].item():.8g}"
@@ -542,7 +542,7 @@ def _misplaced(name: str, got: torch.Tensor, want: torch.Tensor) -> list[str]:
     for kind, test in kinds.items():
         wrong = test(got) != test(want)
         if wrong.any():
-            index = _unravel(int(wrong.flatten().int().argmax()), wrong.shape)
+            index = _place_of_largest(wrong.int())
             problems.append(
                 f"{name}: {kind} misplaced or missing in {int(wrong.sum())} of {wrong.numel()} places, "
                 f"the first at {index}: got {got[index].item():.6g}, needs {want[index].item():.6g}"
@@ -563,9 +563,5 @@ def _group_sum(values: torch.Tensor, width: int) -> torch.Tensor:
     return values.unflatten(-1, (-1, width)).sum(dim=-1)
 
 
-def _unravel(index: int, shape: torch.Size) -> tuple[int, ...]:
-    place = []
-    for size in reversed(shape):
-        index, rest = divmod(index, size)
-        place.append(rest)
-    return tuple(reversed(place))
+def _place_of_largest(values: torch.Tensor) -> tuple[int, ...]:
+    return tuple(map(int, torch.unravel_index(values.argmax(), values.shape)))

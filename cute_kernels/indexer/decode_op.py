@@ -61,9 +61,9 @@ def index_decode(
     if isinstance(q, torch.Tensor) and q.is_cuda and not is_traced():
         return _launch_or_explain(request)
     out, logits = request["out"], request["logits"]
+    _check_topk(request)
     if out is None:
         _check_query(q)
-        check_int("topk", request["topk"], 1, MAX_TOPK)
         out = q.new_empty((*q.shape[:2], request["topk"]), dtype=torch.int32)
     if logits is None:  # the operator writes to tensors that it is given
         _check_query(q)
@@ -167,7 +167,8 @@ def _prepare(key: tuple[Any, ...], request: DecodeRequest) -> PreparedLaunch:
     has_table = not request["return_positions"]
     choose = TopkSpec.for_launch(rows, width, num_sms, has_table=has_table, has_starts=False)
     score = ScoreSpec.for_launch(heads, s_q)
-    kernels, ctas = (get_kernel(score), get_kernel(choose)), score.ctas_per_sm * num_sms
+    kernels = get_kernel(score), get_kernel(choose) if request["topk"] else _do_nothing
+    ctas = score.ctas_per_sm * num_sms
     return _prepared.keep(key, PreparedLaunch(*kernels, ctas, slots, *templates, set()), device)
 
 
@@ -177,12 +178,20 @@ def _check_query(q: torch.Tensor) -> None:
     check_tensor("q", q, dtype=dtypes, shape=shape)
 
 
+def _check_topk(request: DecodeRequest) -> None:
+    """Raises if nothing is asked for. The operator cannot see it: all its outputs are given."""
+    topk, needs = request["topk"], f"1 to {MAX_TOPK}; 0 if logits are given, which are then all that is wanted"
+    check_int("topk", topk, 0, MAX_TOPK)
+    require(topk > 0 or request["logits"] is not None, "topk", topk, needs)
+
+
 def check(request: DecodeRequest) -> None:
     """Raises what is wrong with the arguments, by name."""
     q, k_cache, topk = request["q"], request["k_cache"], request["topk"]
     _check_query(q)
     check_tensor("q", q, align=_ALIGN, unit_last_stride=True)
     DECODE.check_options(request)
+    _check_topk(request)
     (batch, s_q, heads, _), device = q.shape, q.device
     require(heads in HEADS, "q", f"{heads} heads", f"one of {', '.join(map(str, HEADS))}")
     require(1 <= s_q <= MAX_S_Q, "q", f"s_q {s_q}", f"1 to {MAX_S_Q}")

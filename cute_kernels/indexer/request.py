@@ -16,6 +16,10 @@ def _check_topk(name: str, value: object) -> None:
     check_int(name, value, 1, MAX_TOPK)
 
 
+def _check_topk_of_decode(name: str, value: object) -> None:
+    check_int(name, value, 0, MAX_TOPK)
+
+
 def _check_forced(name: str, value: object) -> None:
     check_int(name, value, 0, MAX_TOPK)
 
@@ -129,7 +133,7 @@ class DecodeOptions(TypedDict, total=False):
         of a page that the cache lacks come last.
     cache_seqlens: needed: (batch,) int32: query j sees the first ``cache_seqlens - s_q + 1 + j`` keys; or (batch, s_q):
         what each query sees, such as (position + 1) // 4 in DeepSeek-V4.
-    topk: 1 to 2048. A query that sees no more keys gets all of them.
+    topk: 1 to 2048. A query that sees no more keys gets all of them. 0, with `logits`: these alone, nothing is chosen.
     slot_table: (batch, pages) int32: the block table of the cache that slots are wanted for. Default: block_table.
     slot_page_size: tokens of a page of that cache, given if and only if `slot_table` is.
     first: number of first keys that are always chosen; they count in topk.
@@ -142,7 +146,7 @@ class DecodeOptions(TypedDict, total=False):
 
     block_table: torch.Tensor | None
     cache_seqlens: torch.Tensor | None
-    topk: Annotated[int, Option(2048, check=_check_topk, planned=True)]
+    topk: Annotated[int, Option(2048, check=_check_topk_of_decode, planned=True)]
     slot_table: torch.Tensor | None
     slot_page_size: PageSize
     first: Annotated[int, Option(0, check=_check_forced, planned=True)]

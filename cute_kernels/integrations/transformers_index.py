@@ -94,7 +94,7 @@ class IndexPages:
             self.pages.flatten(0, 1),
             block_table=self._positions.table(batch, count, q.device),
             cache_seqlens=lengths.view(batch, s_q),  # of the mask alone, which may be any, what a query sees
-            topk=1,
+            topk=0,  # logits alone
             logits=logits,
         )
         seen = logits[..., : self.length]

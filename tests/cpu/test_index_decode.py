@@ -48,6 +48,14 @@ def test_lengths_of_each_query_and_logits() -> None:
     assert torch.equal(out, reference_index_decode(**call, topk=64)[0])
 
 
+def test_logits_alone() -> None:
+    call = index_call(LENGTHS, s_q=2, heads=16)
+    logits = torch.full((5, 2, 320), 7.0)
+    assert index_decode(**call, topk=0, logits=logits).shape == (5, 2, 0)
+    known = reference_index_logits(**call)
+    assert torch.equal(logits, torch.where(known > -torch.inf, known, 7.0))
+
+
 def test_queries_may_be_bytes_and_compile() -> None:
     call = index_call([300, 70], heads=16)
     expected = index_decode(**call, topk=64)

@@ -83,6 +83,14 @@ def test_logits_and_the_choice_from_them(heads: int, topk: int) -> None:
     assert torch.equal(out.cpu(), expected(call, logits, topk))
 
 
+def test_logits_alone() -> None:
+    call = index_call([*MIXED, 3], s_q=2)
+    _, chosen_by = decode(call)
+    logits = empty_logits(call)
+    assert index_decode(**on_gpu(call), topk=0, logits=logits).shape == (5, 2, 0)
+    assert torch.equal(logits, chosen_by) and (logits[4, 1, :3] > -torch.inf).all()
+
+
 @pytest.mark.parametrize(("page_size", "apart"), [(16, 0), (32, 8704), (64, 8640), (64, 50_432), (128, 0), (256, 0)])
 def test_pages(page_size: int, apart: int) -> None:
     """Bytes of no key are NaN codes and NaN scales, entries past a sequence's end no pages."""

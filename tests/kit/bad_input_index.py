@@ -7,7 +7,7 @@ from tests.kit import bad_tensors as bad
 from tests.kit.bad_tensors import BF16, F32, F64, FP8, FP16, I8, I32, I64, U8, Call, Wrong
 
 ROWS, WIDTH, TOPK, PAGE_SIZE, PAGES = 4, 32, 8, 16, 3
-TOPKS = (0, 2049, 8.0, True, numpy.int64(TOPK), None)
+TOPKS = (-1, 2049, 8.0, True, numpy.int64(TOPK), None)
 PAGE_SIZES = (0, 16.0, 2**31)
 U32, U64 = torch.uint32, torch.uint64
 
@@ -34,7 +34,7 @@ def topk_wrong(device: str) -> Wrong:
         **bad.wrong_tensor(call, "block_table", (2,), (3, 2), (0, 2), dtypes=[I64], spread=True),
         **bad.wrong_tensor(call, "row_starts", (ROWS - 1,), dtypes=[I64]),
         **bad.wrong_tensor(call, "out", (ROWS, TOPK + 1), dtypes=[I64], spread=True),
-        **bad.wrong_options(topk=TOPKS, page_size=PAGE_SIZES),
+        **bad.wrong_options(topk=(0, *TOPKS), page_size=PAGE_SIZES),
         "page_size without a table": ("page_size", {"block_table": None}),
         "a table without page_size": ("page_size", None),
     }  # fmt: skip
@@ -94,6 +94,7 @@ def decode_wrong(device: str) -> Wrong:
         **bad.wrong_options(
             topk=TOPKS, slot_page_size=PAGE_SIZES, first=(-1, 7, 1.0), last=(-1, 9, True), return_positions=bad.FLAGS
         ),
+        "neither a choice nor logits": ("topk", {"topk": 0, "first": 0, "last": 0, "out": None, "logits": None}),
         "slot_table without a page size": ("slot_page_size", None),
         "slot_page_size without a table": ("slot_page_size", {"slot_table": None}),
         **bad.wrong_tensor(call, "out", (4, TOPK), dtypes=[I64], rows=4),

@@ -167,7 +167,7 @@ def _prepare(key: tuple[Any, ...], request: DecodeRequest) -> PreparedLaunch:
     has_table = not request["return_positions"]
     choose = TopkSpec.for_launch(rows, width, num_sms, has_table=has_table, has_starts=False)
     score = ScoreSpec.for_launch(heads, s_q)
-    kernels = get_kernel(score), get_kernel(choose) if request["topk"] else _do_nothing
+    kernels = get_kernel(score), get_kernel(choose) if request["topk"] else do_nothing
     ctas = score.ctas_per_sm * num_sms
     return _prepared.keep(key, PreparedLaunch(*kernels, ctas, slots, *templates, set()), device)
 

@@ -15,7 +15,7 @@ from cute_kernels.gqa.layouts import (
     kernel_axes,
 )
 
-KEYS_PER_TEAM = 16
+KEYS_PER_TEAM = 16  # rows of a matrix product
 SCALES = {"none": 0, "per_head": 0, "per_token": 1, **{f"per_group_{size}": size for size in GROUP_SIZES}}
 COLUMNS = (8, 16)
 MAX_ACCUMULATORS = 2048  # columns x d of a warp: 64 registers of O; twice as many spill
@@ -23,7 +23,7 @@ D_SPLIT = {512: 4}
 """Warps that share keys: each has a part of d of K, V and O."""
 MAX_RANGES = 256
 CLUSTER = 8  # CTAs; larger clusters are not portable
-BOX_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+BOX_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 SMEM_PER_CTA = 232_448
 BYTES_IN_FLIGHT = 131_072  # of an SM; more lengthens the queue of the memory and gains nothing
@@ -65,7 +65,8 @@ class GqaDecodeSpec:
     alibi      whether there are ALiBi slopes
     softcap    whether scores are capped
     starts     whether sequences begin after their first token: left padding
-    warps      consumer warps of a CTA, 4 or 8; each team of `d_split` has 16 keys of a tile
+    warps      consumer warps of a CTA, 4 or 8; each team of `d_split` has 16 keys of a tile, or 32
+    key_blocks blocks of 16 keys of a tile that a team has: 1, or 2 of rotated keys
     cluster    1: CTAs take ranges of the line of tiles; 8: the CTAs of a cluster share a sequence and KV head
     """
 
@@ -84,6 +85,7 @@ class GqaDecodeSpec:
     starts: bool = False
     v_dtype: str | None = None
     warps: int = 8
+    key_blocks: int = 1
     cluster: int = 1
 
     kernel: ClassVar[str] = "cute_kernels.gqa.kernels.decode:GqaDecodeKernel"
@@ -127,6 +129,8 @@ class GqaDecodeSpec:
             reasons.append(f"layout is {self.layout}; known are {KERNEL_LAYOUTS}")
         if self.warps not in (4, 8) or (self.warps == 4 and self.bytes_cache):
             reasons.append(f"{self.warps} consumer warps; there are 8, or 4 without scales of tokens")
+        if self.key_blocks not in (1, 2) or (self.key_blocks == 2 and not self.k_rotated):
+            reasons.append(f"key_blocks is {self.key_blocks}; it is 1, or 2 of rotated keys")
         if self.cluster not in (1, CLUSTER) or (self.cluster > 1 and self.warps != 8):
             reasons.append(f"cluster is {self.cluster} with {self.warps} warps; it is 1, or {CLUSTER} with 8")
         if self.box_rows not in BOX_ROWS or self.box_rows > self.keys_per_tile:
@@ -214,6 +218,14 @@ class GqaDecodeSpec:
         return D_SPLIT.get(self.d, 1)
 
     @property
+    def pv_is_late(self) -> bool:
+        """Whether a warp adds the values of a tile beside the scores of the next one.
+
+        Two chains of dependent instructions then fill each other's gaps. They need registers.
+        """
+        return self.key_blocks == 2
+
+    @property
     def teams(self) -> int:
         """Teams of consumer warps, each of which has 16 keys of a tile."""
         return self.warps // self.d_split
@@ -227,8 +239,8 @@ class GqaDecodeSpec:
 
     @property
     def keys_per_tile(self) -> int:
-        """Keys of a tile, 16 for each team of consumer warps."""
-        return KEYS_PER_TEAM * self.teams
+        """Keys of a tile, 16 or 32 for each team of consumer warps."""
+        return KEYS_PER_TEAM * self.teams * self.key_blocks
 
     def tile(self, which: Which) -> TileShape:
         """K or V of a tile."""
@@ -335,7 +347,7 @@ def shipped_specs() -> list[GqaDecodeSpec]:
         replace(token, q_dtype=fp16, kv_dtype=fp8, d=256, layout="x_packed", paged=True, box_rows=16),
         replace(head, kv_dtype=fp8),
         four_bits,
-        replace(four_bits, kv_dtype="uint8"),
+        replace(four_bits, kv_dtype="uint8", key_blocks=2),
         plain,
         replace(plain, d=64, columns=16, layout="tokens_first", paged=True, box_rows=1),
         GqaDecodeSpec(fp16, fp16, 256, 8, layout="x_packed", paged=True, box_rows=32, warps=4),

@@ -14,7 +14,7 @@ import pytest
 
 from cute_kernels import gqa
 from cute_kernels.gqa.layouts import HEAD_DIMS
-from cute_kernels.gqa.plan import columns_for, keys_for, plan_decode, warps_for
+from cute_kernels.gqa.plan import columns_for, keys_for, plan_decode, warps_for, with_key_blocks
 from cute_kernels.gqa.spec import MAX_RANGES, GqaDecodeSpec, shipped_specs
 from tests.kit.mla_cases import ragged_lengths
 
@@ -295,6 +295,18 @@ def test_heads_of_512_are_split_where_registers_and_shared_memory_need_it():
     assert plain.can_implement() == ["16 columns of 512; shared memory has no room for two stages beside them"]
     rotated = replace(spec, v_dtype="uint8", k_scales="per_token", v_scales="per_token")
     assert rotated.can_implement() == ["d is 512; that of a rotated vector is one of (64, 128, 256)"]
+
+
+def test_a_warp_has_32_keys_of_4_bits_where_it_has_registers():
+    four_bits = replace(SPEC, kv_dtype="uint8", v_dtype="uint8", k_scales="per_token", v_scales="per_token")
+    for d, columns, blocks in ((64, 8, 2), (128, 8, 2), (64, 16, 1), (128, 16, 1), (256, 8, 1)):
+        spec = with_key_blocks(replace(four_bits, d=d, columns=columns), 0)
+        assert (spec.key_blocks, spec.keys_per_tile, spec.can_implement()) == (blocks, 128 * blocks, [])
+    assert with_key_blocks(SPEC, 0) == SPEC
+    paged = replace(four_bits, paged=True, box_rows=64)
+    assert [with_key_blocks(paged, rows).box_rows for rows in (64, 256, 512)] == [64, 256, 256]
+    for wrong in (replace(four_bits, key_blocks=3), replace(SPEC, key_blocks=2, box_rows=256)):
+        assert wrong.can_implement()[0] == f"key_blocks is {wrong.key_blocks}; it is 1, or 2 of rotated keys"
 
 
 def test_no_other_file_names_a_type_of_codes() -> None:

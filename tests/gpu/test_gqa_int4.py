@@ -11,10 +11,9 @@ import torch
 
 from cute_kernels import gqa_decode
 from cute_kernels.gqa.launch import decode_spec
-from cute_kernels.gqa.plan import cluster_for
 from cute_kernels.gqa.request import DECODE
 from cute_kernels.gqa.spec import GqaDecodeSpec
-from tests.gpu.test_gqa_decode import SM_COUNT, decode, hold, usual
+from tests.gpu.test_gqa_decode import decode, hold, usual
 from tests.kit.bits import require_same_bits_each_time
 from tests.kit.gqa_cases import FOUR_BITS, VALUES, GqaExpectation
 from tests.kit.mla_cases import ragged_lengths
@@ -29,6 +28,7 @@ CACHES: tuple[dict[str, Any], ...] = (
     {"layout": "paged_HND", "d": 256, "page_size": 1},
     {"layout": "paged_NHD", "page_size": 1, "alibi": "batch", "softcap": 5.0},
     {"layout": "BNSH", "starts": [300, 0, 2000]},
+    {"layout": "paged_HND", "page_size": 512},
 )
 """Options of `usual` with kernels of their own: one to sixteen columns, all layouts, pages of all kinds."""
 
@@ -37,11 +37,8 @@ def kernel_specs() -> list[GqaDecodeSpec]:
     """The kernels of this file, with clusters and without."""
     specs: dict[GqaDecodeSpec, None] = {}
     for kind, options in itertools.product(FOUR_BITS, CACHES):
-        case = usual(kv_dtype=kind, **options, device="cpu")
-        spec = decode_spec(DECODE.request(**case.arguments(), num_splits=1))
-        _, s_q, h_q, _ = case.q.shape
-        cluster = cluster_for(spec, 3, 2, h_q // 2 * s_q, 700, SM_COUNT)
-        specs |= {spec: None, dataclasses.replace(spec, cluster=cluster): None}
+        arguments = usual(kv_dtype=kind, **options, device="cpu").arguments()
+        specs |= {decode_spec(DECODE.request(**arguments, num_splits=splits)): None for splits in (1, None)}
     return list(specs)
 
 
@@ -66,7 +63,7 @@ def test_several_queries(of_kind, options, s_q):
 
 
 def test_every_length_around_tiles_and_pages(of_kind):
-    hold(of_kind(seqlens=range(260), page_size=64), splits=(None, 1, 2))
+    hold(of_kind(seqlens=[*range(260), *range(500, 524)], page_size=64), splits=(None, 1, 2))
     hold(of_kind(seqlens=range(260), layout="BNSH", s_q=2, window=70), splits=(None, 2))
 
 

@@ -1,13 +1,13 @@
-"""A consumer warp of the decode kernel: QK, softmax and PV of 16 keys of every tile, then the epilogue."""
+"""A consumer warp of the decode kernel: QK, softmax and PV of its keys of every tile, then the epilogue."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.device.pipeline import Slot
-from cute_kernels.gqa.kernels.arguments import Call, KeyRange, QueryBlock, Scratch
+from cute_kernels.gqa.kernels.arguments import Call, KeyRange, QueryBlock, Scratch, Sizes
 from cute_kernels.gqa.kernels.epilogue import Epilogue
-from cute_kernels.gqa.kernels.fragments import ScoreTerms, SoftmaxState, Thread, TileKeys
+from cute_kernels.gqa.kernels.fragments import KeptKeys, ScoreTerms, SoftmaxState, Thread, TileKeys
 from cute_kernels.gqa.kernels.load_q import LoadQ
 from cute_kernels.gqa.kernels.merge import Merge, SharedSequence
 from cute_kernels.gqa.kernels.pipelines import pipelines
@@ -154,13 +154,32 @@ class ConsumerWarp:
     ) -> Slot:
         """This warp's keys of all tiles of a range; returns the slot after them."""
         tiles = smem.tiles
+        kept = self._no_keys()
         if key_range.length > 0:
             for tile in cutlass.range(key_range.start, key_range.stop, unroll=1):
                 self.kv.wait(smem, slot)
                 address = Int32(tiles.toint()) + slot.index * self.spec.stage_bytes
-                self.attend(call, state, terms, smem, q, slot, address, query, tile, key_range, thread)
+                self.attend(call, state, terms, smem, q, slot, address, query, tile, key_range, thread, kept)
                 slot = self.kv.following(slot)
+        if const_expr(self.spec.pv_is_late):
+            self.add_values(state, kept)
         return slot
+
+    def _no_keys(self) -> list[KeptKeys]:
+        """Registers for what PV takes of the tile before; until there is one, keys that add nothing."""
+        kept = [self.pv.key_registers() for _ in range(self.spec.key_blocks if self.spec.pv_is_late else 0)]
+        for keys in kept:
+            keys.s.fill(-Float32.inf)
+            keys.v_scale.fill(0.0)
+            keys.raw.fill(0)
+        return kept
+
+    @cute.jit
+    def add_values(self, state: SoftmaxState, keys: list):
+        """P of the warp's keys of a tile, and PV."""
+        self.softmax.exponentiate(state, [some.s for some in keys])
+        for some in keys:
+            self.pv.accumulate(state.acc_o, state.zeros, *some)
 
     @cute.jit
     def attend(
@@ -176,57 +195,94 @@ class ConsumerWarp:
         tile: Int32,
         key_range: KeyRange,
         thread: Thread,
+        kept: list,
     ):
-        """Adds the warp's 16 keys of a tile to its state, and releases the stage.
+        """Adds the warp's keys of a tile to its state, and releases the stage.
+
+        Where `GqaDecodeSpec.pv_is_late`, the values of the tile before are added, and `kept` takes those of this tile.
 
         V is in registers, as the cache stores it, before the softmax: so its way from shared memory overlaps with QK,
         and the load warp gets the stage back earlier.
         """
         spec, sizes, length = self.spec, call.sizes, key_range.length
         scales = smem.scales + slot.index * spec.scale_values
-        exists = self.softmax.existing_keys(smem.page_exists + slot.index * spec.page_words, thread)
-        g = thread.lane // 4
-        k_scale, v_scale = self._token_scales(scales, thread, g)
-        acc_s = self.qk.scores(k_scale, q, address, thread)
+        page_exists, blocks = smem.page_exists + slot.index * spec.page_words, range(spec.key_blocks)
+        first_key = [(spec.teams * block + thread.team) * KEYS for block in blocks]  # of the tile
+        exists = self.softmax.existing_keys(page_exists, first_key[0], thread.lane)
+        token_scales = [self._token_scales(scales, key, thread) for key in first_key]
+        acc_s = self.qk.scores([k_scale for k_scale, _ in token_scales], q, address, thread)
+        if const_expr(spec.pv_is_late):
+            self.add_values(state, kept)
         parts = smem.s_parts
         if const_expr(spec.d_split > 1):
             # tiles take turns: this one's number is slot.index + stages x phase, but for a multiple of 2 x stages
             turn = (slot.index + spec.stages * slot.phase) % 2
             parts += cute.assume(turn * (spec.s_part_values // 2), divby=spec.s_part_values // 2)
-            self.qk.store_part(acc_s, parts, thread)
-        raw = self.pv.load_v(address + spec.tile("k").size, thread)
+            self.qk.store_part(acc_s[0], parts, thread)
+        v_address = address + spec.tile("k").size
+        raw = [self.pv.load_v(self.pv.block_address("v", v_address, block), thread) for block in blocks]
         # an arrival may overtake loads that wait behind others, and TMA would write the next tile over these rows
         cute.arch.fence_proxy("async.shared", space="cta")
         self.kv.release(smem, slot)
         if const_expr(spec.d_split > 1):
-            self.qk.sum_of_parts(acc_s, parts, thread)
+            self.qk.sum_of_parts(acc_s[0], parts, thread)
 
-        begin = tile * spec.keys_per_tile + thread.team * KEYS
-        own = (begin + self.qk.key_row(g), begin + self.qk.key_row(g + 8))
-        keys = TileKeys(begin, own, exists, length)
-        s = self.softmax.scaled_scores(acc_s, terms, keys, call.scoring.softcap)
+        g, keys, seen = thread.lane // 4, [], []
+        for i in cutlass.range_constexpr(spec.key_blocks):
+            begin = tile * spec.keys_per_tile + first_key[i]
+            own = (begin + self.qk.key_row(g), begin + self.qk.key_row(g + 8))
+            keys.append(TileKeys(begin, own, exists >> 16 * i, length))
+            s = self.softmax.scaled_scores(acc_s[i], terms, keys[i], call.scoring.softcap)
+            seen.append(KeptKeys(s, token_scales[i][1], raw[i]))
+        seen = self.masked(seen, state, keys, query, key_range, sizes, thread)
+        self.softmax.raise_max(state, [some.s for some in seen])
+        if const_expr(spec.pv_is_late):
+            for i in cutlass.range_constexpr(spec.key_blocks):
+                for to, of in zip(kept[i], seen[i], strict=True):
+                    to.store(of.load())
+        else:
+            self.add_values(state, seen)
+
+    @cute.jit
+    def masked(
+        self,
+        seen: list,
+        state: SoftmaxState,
+        keys: list,
+        query: QueryBlock,
+        key_range: KeyRange,
+        sizes: Sizes,
+        thread: Thread,
+    ) -> list:
+        """The warp's keys of a tile, of which nothing is left of those that a query or all do not see."""
+        spec, length = self.spec, key_range.length
         seen_by_all = length - sizes.causal * (query.s_q - 1)
         begins = length - sizes.window  # the first key that all queries see
         if const_expr(spec.starts):
             begins = cutlass.max(begins, key_range.first_key)
-        if begin + KEYS > seen_by_all or begin < begins or (exists & 0xFFFF) != 0xFFFF:
+        exist = (keys[0].exists & 0xFFFF) == 0xFFFF if const_expr(len(keys) == 1) else keys[0].exists == -1
+        if keys[-1].first + KEYS > seen_by_all or keys[0].first < begins or not exist:
             lowest = length - query.s_q - sizes.window + 1  # the first key that any query sees
             if const_expr(spec.starts):
                 lowest = cutlass.max(lowest, key_range.first_key)
-            s, v_scale, sees = self.softmax.mask(s, v_scale, keys, lowest, query, sizes, thread.lane, g)
-            if const_expr(self.pv.may_be_nan):
-                self.pv.mask_v(raw, keys, lowest, thread.lane)
-            if const_expr(self.softmax.has_nan):
-                if query.s_q > 1:
-                    if self.pv.any_nan(raw, v_scale):
-                        self.pv.spread(state.acc_o, raw, v_scale, sees)
-        acc_o = self.softmax.update(state, s)
-        self.pv.accumulate(acc_o, state.zeros, s, v_scale, raw)
+            for i in cutlass.range_constexpr(len(keys)):
+                s, v_scale, raw = seen[i]
+                s, v_scale, sees = self.softmax.mask(s, v_scale, keys[i], lowest, query, sizes, thread.lane)
+                if const_expr(self.pv.may_be_nan):
+                    self.pv.mask_v(raw, keys[i], lowest, thread.lane)
+                if const_expr(self.softmax.has_nan):
+                    if query.s_q > 1:
+                        if self.pv.any_nan(raw, v_scale):
+                            self.pv.spread(state.acc_o, raw, v_scale, sees)
+        return seen
 
     @cute.jit
-    def _token_scales(self, scales: cute.Pointer, thread: Thread, g: Int32):
-        """Scales of tokens and groups of a stage, of K and of V: (key, group) of this thread."""
-        spec = self.spec
+    def _token_scales(self, scales: cute.Pointer, first_key: Int32, thread: Thread):
+        """Scales of tokens and groups of a stage, of K and of V: (key, group) of this thread.
+
+        first_key: of the tile, the first of the 16 keys.
+        """
+        spec, g = self.spec, thread.lane // 4
         k_groups, v_groups = const_expr(self.qk.k_groups), const_expr(self.qk.v_groups)
         k_all = const_expr(spec.scale_groups(spec.k_scales))
         k_first, v_first = Int32(0), Int32(k_all)
@@ -238,7 +294,7 @@ class ConsumerWarp:
         v_scale = cute.make_rmem_tensor((2, max(v_groups, 1)), Float32)
         sScale = cute.make_tensor(scales, cute.make_layout((spec.keys_per_tile, spec.key_scales + 1)))
         for k in cutlass.range_constexpr(2):
-            key = thread.team * KEYS + self.qk.key_row(g + 8 * k)
+            key = first_key + self.qk.key_row(g + 8 * k)
             for group in cutlass.range_constexpr(k_groups):
                 k_scale[k, group] = sScale[key, k_first + group]
             for group in cutlass.range_constexpr(v_groups):

@@ -4,8 +4,9 @@ A CTA decodes a block of query rows (tokens x heads) of one KV head over a range
 scheduler.py), in tiles of 128 keys. Operands are swapped (swap_ab): keys are rows of the matrix products and query rows
 their columns, S^T = K Q^T, O^T = V^T P^T with mma.sync m16n8k16. So 8 query rows fill an instruction, and a byte of K
 or V is widened in the registers of the one warp that uses it (device/operands.py). Each consumer warp has 16 keys of
-every tile, and its own row_max, row_sum and O: warps meet only where a sequence ends. With d 512 a team of four warps
-has them, and each warp a quarter of d: it would have no registers for all of O. A team adds up S once a tile (qk.py).
+every tile (32 of 4-bit keys, in tiles of 256), and its own row_max, row_sum and O: warps meet only where a sequence
+ends. With d 512 a team of four warps has them, and each warp a quarter of d: it would have no registers for all of O. A
+team adds up S once a tile (qk.py).
 
 Scales of whole heads join the softmax scale and the result. Scales of tokens multiply S, and P before it is rounded.
 Scales of groups multiply partial sums of S, and P once a group. So dequantization costs a few instructions a key.
@@ -13,8 +14,8 @@ Scales of groups multiply partial sums of S, and P once a group. So dequantizati
 Q is scaled by a power of two per row, so that float16 holds it whatever its size; S is scaled back in float32.
 
 Roles (384 threads; 160 without warps 9 to 11 and with tiles of 64 keys where a token has 512 bytes)
-  warp 0..7   consumers, 200 registers: 16 keys of each tile, or a part of d of them (consumer.py: load_q.py, qk.py,
-              softmax.py, pv.py, spread_nan.py), then the results (epilogue.py, merge.py)
+  warp 0..7   consumers, 200 registers: 16 keys of each tile, 32 of 4-bit keys, or a part of d of 16 (consumer.py:
+              load_q.py, qk.py, softmax.py, pv.py, spread_nan.py), then the results (epilogue.py, merge.py)
   warp 8      load, 104 registers: TMA copies of K and V, `stages` tiles ahead (load.py)
   warp 9..11  scales of tokens, where there are any (scales.py)
 

@@ -56,7 +56,7 @@ class ScoreTerms(NamedTuple):
 
 
 class TileKeys(NamedTuple):
-    """The 16 keys that a warp has of a tile, of a sequence of `length` keys.
+    """16 keys that a warp has of a tile, of a sequence of `length` keys.
 
     first   the first of them
     own     the two of them that this thread has
@@ -67,6 +67,19 @@ class TileKeys(NamedTuple):
     own: tuple[Int32, Int32]
     exists: Int32
     length: Int32
+
+
+class KeptKeys(NamedTuple):
+    """What PV takes of 16 keys of a tile, in registers.
+
+    s        scores: (key, column) of this thread
+    v_scale  scales of V: (key, group)
+    raw      V, as the cache stores it: see `Fragments.load_v`
+    """
+
+    s: cute.Tensor
+    v_scale: cute.Tensor
+    raw: cute.Tensor
 
 
 class Fragments:
@@ -93,6 +106,7 @@ class Fragments:
         self.x_packed = spec.x_packed
         self.pairs_of_tokens = self.x_packed and spec.bytes_cache  # see `key_row`
         self.interleaved_d = spec.bytes_cache and not self.x_packed  # see `device.operands`, "rows are columns of A"
+        self.loads_of_v = self.d * self.v_codes.itemsize // self.v_codes.values // 32  # of 4 registers
         self.page_bytes = spec.d * spec.box_rows * spec.itemsize
 
     def key_row(self, i):
@@ -126,6 +140,12 @@ class Fragments:
         shape = mma.partition_shape_C((16, 8))
         return [[mma.make_fragment_C(shape) for _ in range(self.n_tiles)] for _ in range(self.d // 16)]
 
+    def key_registers(self) -> KeptKeys:
+        """Room for 16 keys."""
+        s = cute.make_rmem_tensor((2, self.thread_columns), Float32)
+        v_scale = cute.make_rmem_tensor((2, max(self.v_groups, 1)), Float32)
+        return KeptKeys(s, v_scale, cute.make_rmem_tensor(4 * self.loads_of_v, Int32))
+
     def v_registers(self, m: int) -> range:
         """Which registers of the raw values have rows 16 m .. 16 m + 15 of V^T."""
         count, m = 2 * self.v_codes.itemsize, m // self.v_codes.values
@@ -145,6 +165,10 @@ class Fragments:
             return tile + part * (self.page_bytes // self.spec.d_split)
         shape = self.spec.tile(which)
         return tile + part * (shape.segments // self.spec.d_split * self.spec.keys_per_tile * shape.pitch)
+
+    def block_address(self, which: Which, tile, block: int):
+        """Address of the keys of a tile from the block-th 16 of each team on; a block is a multiple of the swizzle."""
+        return tile + block * (self.spec.teams * KEYS * self.spec.tile(which).pitch) if block else tile
 
     def chunk_address(self, which: Which, tile, row, chunk: int, half):
         """Address of 16 bytes of a token of K or V: those of chunk + half, of row `row` of the tile, half 0 or 1."""
@@ -172,9 +196,8 @@ class Fragments:
         w, lane = thread.team, thread.lane
         address = self.part_address("v", address, thread.part)
         page = spec.box_rows
-        loads = const_expr(self.d * self.v_codes.itemsize // self.v_codes.values // 32)
-        raw = cute.make_rmem_tensor(4 * loads, Int32)
-        for i in cutlass.range_constexpr(loads):
+        raw = cute.make_rmem_tensor(4 * self.loads_of_v, Int32)
+        for i in cutlass.range_constexpr(self.loads_of_v):
             if const_expr(not self.x_packed):
                 row = w * KEYS + lane % 16
                 x = operands.load_matrices(self.chunk_address("v", address, row, 2 * i, lane // 16), True)

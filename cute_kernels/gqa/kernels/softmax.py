@@ -8,7 +8,7 @@ from cutlass import AddressSpace, Float32, Int32, Int64, const_expr
 
 from cute_kernels.device import softmax
 from cute_kernels.gqa.kernels.arguments import QueryBlock, Scoring, Sizes
-from cute_kernels.gqa.kernels.fragments import Fragments, ScoreTerms, SoftmaxState, Thread, TileKeys
+from cute_kernels.gqa.kernels.fragments import Fragments, ScoreTerms, SoftmaxState, TileKeys
 from cute_kernels.gqa.kernels.smem import S_SCALE, column_constants
 from cute_kernels.gqa.kernels.softcap import capped
 from cute_kernels.gqa.spec import KEYS_PER_TEAM as KEYS
@@ -63,13 +63,18 @@ class Softmax(Fragments):
                 terms.position[i] = length - s_q + token
 
     @cute.jit
-    def existing_keys(self, page_exists: cute.Pointer, thread: Thread) -> Int32:
-        """Bit i: row i of S has a page that exists; `page_exists` has a bit for each TMA copy of the tile."""
-        bits = Int32(-1)
-        if const_expr(self.spec.paged):
-            box = (thread.team * KEYS + self.key_row(thread.lane % 16)) // self.spec.box_rows
-            word = cute.make_tensor(page_exists, cute.make_layout(self.spec.page_words))[box // 32]
-            bits = cute.arch.vote_ballot_sync(((word >> (box % 32)) & 1) == 1)
+    def existing_keys(self, page_exists: cute.Pointer, first_key: Int32, lane: Int32) -> Int32:
+        """Bit i: row i of S has a page that exists, bit 16 + i: that of a second block, or of the same one.
+
+        page_exists: a bit for each TMA copy of the tile. first_key: of the tile, that of row 0.
+        """
+        spec, bits = self.spec, Int32(-1)
+        if const_expr(spec.paged):
+            key = first_key + self.key_row(lane % 16)
+            if const_expr(spec.key_blocks == 2):
+                key += lane // 16 * (spec.teams * KEYS)
+            word = cute.make_tensor(page_exists, cute.make_layout(spec.page_words))[key // spec.box_rows // 32]
+            bits = cute.arch.vote_ballot_sync(((word >> (key // spec.box_rows % 32)) & 1) == 1)
         return bits
 
     @cute.jit
@@ -98,7 +103,6 @@ class Softmax(Fragments):
         query: QueryBlock,
         sizes: Sizes,
         lane: Int32,
-        g: Int32,
     ):
         """-inf for scores of keys that a query does not see; 0 for scales of keys that none sees: they may be NaN.
 
@@ -106,7 +110,7 @@ class Softmax(Fragments):
         Returns s, v_scale and bits: bit 2 i + k, the i-th column of this thread sees its key k; 0 where nothing can be
         NaN.
         """
-        length, s_q = keys.length, query.s_q
+        length, s_q, g = keys.length, query.s_q, lane // 4
         sees = Int32(0)
         for k in cutlass.range_constexpr(2):
             key = keys.own[k]
@@ -123,20 +127,20 @@ class Softmax(Fragments):
         return s, v_scale, sees
 
     @cute.jit
-    def update(self, state: SoftmaxState, s: cute.Tensor) -> list:
-        """Turns S into P, adds it to row_sum; where the largest score grows by RESCALE_THRESHOLD, row_max moves first.
+    def raise_max(self, state: SoftmaxState, scores: list):
+        """Where the largest score grows by RESCALE_THRESHOLD, row_max moves, and row_sum and O with it.
 
         So few tiles need shuffles and a rescaling of O. row_max is set `p_exponent` below the largest score, and P may
-        grow by 2^8 before it moves. Returns O as P demands it.
+        grow by 2^8 before it moves.
         """
         acc_o, row_max, row_sum, zeros = state
         exceeds = False
         for i in cutlass.range_constexpr(self.thread_columns):
-            exceeds = exceeds or cute.arch.fmax(s[0, i], s[1, i]) > row_max[i] + (self.p_exponent + RESCALE_THRESHOLD)
+            exceeds = exceeds or self.largest(scores, i) > row_max[i] + (self.p_exponent + RESCALE_THRESHOLD)
         if cute.arch.vote_any_sync(exceeds):
             alpha = cute.make_rmem_tensor(self.thread_columns, Float32)
             for i in cutlass.range_constexpr(self.thread_columns):
-                new_max = cute.arch.fmax(s[0, i], s[1, i])
+                new_max = self.largest(scores, i)
                 for step in cutlass.range_constexpr(3):
                     new_max = cute.arch.fmax(new_max, cute.arch.shuffle_sync_bfly(new_max, 4 << step))
                 new_max = cute.arch.fmax(new_max - self.p_exponent, row_max[i])
@@ -149,9 +153,17 @@ class Softmax(Fragments):
                 for n in cutlass.range_constexpr(self.n_tiles):
                     for e in cutlass.range_constexpr(4):
                         acc_o[m][n][e] *= alpha[2 * n + e % 2]
+
+    @cute.jit
+    def exponentiate(self, state: SoftmaxState, scores: list):
+        """Turns S into P, relative to row_max, and adds it to row_sum."""
         for i in cutlass.range_constexpr(self.thread_columns):
-            shift = softmax.finite(row_max[i])
-            for k in cutlass.range_constexpr(2):
-                s[k, i] = cute.math.exp2(s[k, i] - shift, fastmath=True)
-            row_sum[i] += s[0, i] + s[1, i]
-        return acc_o
+            shift = softmax.finite(state.row_max[i])
+            for s in scores:
+                for k in cutlass.range_constexpr(2):
+                    s[k, i] = cute.math.exp2(s[k, i] - shift, fastmath=True)
+                state.row_sum[i] += s[0, i] + s[1, i]
+
+    def largest(self, scores: list, i: int):
+        """The largest score that this thread has in its i-th column."""
+        return functools.reduce(cute.arch.fmax, [s[k, i] for s in scores for k in range(2)])

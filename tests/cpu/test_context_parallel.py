@@ -103,12 +103,12 @@ def test_no_group() -> None:
 
 
 def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
-    """As pasted into a file, on four CPU processes; every rank prints."""
+    """As pasted into a file, on two CPU processes of the page's four; every rank prints."""
     page, example = examples.EXAMPLES["context_parallel-0"]
     assert "torchrun --nproc-per-node 4 example.py" in page.read_text(encoding="utf-8")
     (tmp_path / "example.py").write_text(example, encoding="utf-8")
     path = os.pathsep.join(filter(None, (str(examples.ROOT), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = subprocess.run(
         [*command, str(tmp_path / "example.py")], capture_output=True, text=True, timeout=180, check=False,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
@@ -116,7 +116,7 @@ def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     what = "ranks against one cache, relative error"
     printed = re.findall(rf"{what}: (\d\.\de[-+]\d\d)", run.stdout)  # lines of several processes may run together
-    assert len(printed) == WORLD, run.stdout
+    assert len(printed) == 2, run.stdout
     assert all(0 < float(value) < examples.LIMITS[what] for value in printed)
 
 

@@ -89,7 +89,7 @@ def compiled_ways() -> Iterator[tuple[str, bool | None, str]]:
             yield name, *way
 
 
-@pytest.mark.parametrize(("name", "dynamic", "environment"), compiled_ways())
+@pytest.mark.parametrize(("name", "dynamic", "environment"), list(compiled_ways()))
 def test_compiled_calls_are_the_same(name: str, dynamic: bool | None, environment: str) -> None:
     torch._dynamo.reset()
     sample = SAMPLES[name]

@@ -14,9 +14,8 @@ import torch
 
 VOCABULARY: Final = 32
 TOKENS: Final = 48
-STEPS: Final = 120
-MORE_STEPS: Final = {"gemma4": 0, "deepseek_v32": 40, "glm_moe_dsa": 40}
-"""Models that learn from 16 sequences a step, others from 8."""
+STEPS: Final = {"gemma4": (100, 12), "deepseek_v32": (160, 16), "glm_moe_dsa": (160, 16)}
+"""Steps of training, and sequences of each; other models learn in 120 of 8."""
 WINDOW: Final = 8
 TOPK: Final = 24
 """Tokens that an indexer chooses: fewer than a sequence has, so that a model learns to count from these alone."""
@@ -103,8 +102,9 @@ def trained(name: str) -> Any:
     torch.set_num_threads(1)  # several wait for each other: minutes instead of seconds where cores are busy
     torch.set_flush_denormal(True)  # Gemma 4's probabilities become denormal: 0.26 s a step instead of 0.12
     try:
-        for step in range(STEPS + MORE_STEPS.get(name, 0)):
-            tokens = sequences(step, 16 if name in MORE_STEPS else 8, TOKENS)
+        steps, batch = STEPS.get(name, (120, 8))
+        for step in range(steps):
+            tokens = sequences(step, batch, TOKENS)
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
             optimizer.zero_grad()
             loss.backward()

@@ -55,8 +55,7 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     key = (
         q.shape, q.dtype, signature(k_cache), signature(v_cache), signature(request["k_scale"]),
         signature(request["v_scale"]), indices.shape, None if pages is None else pages.shape, lengths is None,
-        q.get_device(), DECODE.option_key(request), out is None or (out.shape, out.dtype),
-        lse is None or (lse.shape, lse.dtype),
+        q.get_device(), DECODE.option_key(request), signature(out), signature(lse),
         *(given[name] is None for name in ("s_aux", "alibi_slopes", "cache_starts", "window")),
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(key, request)

@@ -55,12 +55,14 @@ def share_storage(
 
     `apart` has the addresses of earlier calls of the same shapes where none did. To look at storages takes 2 us more.
     """
-    addresses = tuple([0 if t is None else t.data_ptr() for t in (*others, out, lse)])  # no storage has the address 0
+    read = [t.data_ptr() for t in others if t is not None]
+    out_at = 0 if out is None else out.data_ptr()  # no storage has the address 0
+    addresses = (*read, out_at, 0 if lse is None else lse.data_ptr())
     if addresses in apart:
         return False
-    if out is not None and holds(out, addresses[:-2]):
+    if out is not None and holds(out, read):
         return True
-    if lse is not None and holds(lse, addresses[:-1]):
+    if lse is not None and holds(lse, (*read, out_at)):
         return True
     if len(apart) >= _KEPT:
         apart.clear()

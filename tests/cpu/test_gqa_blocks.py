@@ -153,6 +153,16 @@ def test_caches_without_pages(layout: str, kernels: Kernels) -> None:
             assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(run(call), expected, strict=True))
 
 
+def test_a_prepared_launch_refuses_results_that_share_elements(kernels: Kernels) -> None:
+    case = listed_case(seqlens=SEQLENS, h_q=4, h_kv=2, d=64, layout="paged_NHD", page_size=64)
+    results = {name: output.tensor for name, output in zip(("out", "lse"), case.outputs(), strict=True)}
+    run(case, **results)
+    for name, t in results.items():
+        with pytest.raises(ValueError, match=rf"^{name}: got strides .* elements share memory"):
+            run(case, **{**results, name: t[:, :, :1].expand_as(t)})
+    assert kernels.tables == 1
+
+
 def test_no_sequence_and_no_key(kernels: Kernels) -> None:
     for change in (
         lambda call: {name: call[name][:0] for name in ("q", "indices", "cache_seqlens", "block_table")},

@@ -176,7 +176,7 @@ def test_tensors_of_two_devices_are_refused(name, argument, elsewhere, request):
         request.getfixturevalue("second_gpu")
     table = TABLES[name]
     moved = dataclasses.replace(
-        table, wrong=lambda device: {"moved": (argument, table.right(device)[argument].to(elsewhere))}
+        table, special=lambda device: {"moved": (argument, table.right(device)[argument].to(elsewhere))}
     )
     renamed = {"k_cache": "kv_cache", "attn_sink": "s_aux"} if name.startswith("flash_mla") else {}
     expected = f"{renamed.get(argument, argument)}: got a tensor on {elsewhere}; needs one on cuda:0, like the other"

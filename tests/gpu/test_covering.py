@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kit.covering import GQA_ROWS, MLA_ROWS, GqaRow, MlaRow, all_specs
+from tests.kit.covering import FOUR_BIT_ROWS, GQA_ROWS, MLA_ROWS, GqaRow, MlaRow, all_specs
 
 KEPT_BYTES = 2**31
 
@@ -32,7 +32,7 @@ def free_memory() -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-@pytest.mark.parametrize("row", GQA_ROWS, ids=label)
+@pytest.mark.parametrize("row", [*GQA_ROWS, *FOUR_BIT_ROWS], ids=label)
 def test_gqa_decode(row):
     row.check("cuda")
 

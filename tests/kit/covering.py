@@ -117,8 +117,8 @@ class GqaRow:
 
     @property
     def seed(self) -> int:
-        """Of the inputs: the place in the array."""
-        return GQA_ROWS.index(self)
+        """Of the inputs: the place in the array, behind which those of 4-bit codes stand."""
+        return [*GQA_ROWS, *FOUR_BIT_ROWS].index(self)
 
     def capacity(self) -> int:
         """Tokens that a sequence can have."""

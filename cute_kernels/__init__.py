@@ -19,20 +19,33 @@ Importing this package needs no GPU, no CUDA library and no cutlass: a name is l
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # names for type checkers
-    from cute_kernels.gqa.append_op import kv_append, kv_int8_append  # noqa: F401
-    from cute_kernels.gqa.op import gqa_decode  # noqa: F401
-    from cute_kernels.indexer.append_op import index_append  # noqa: F401
-    from cute_kernels.indexer.decode_op import index_decode  # noqa: F401
-    from cute_kernels.indexer.topk_op import index_topk  # noqa: F401
-    from cute_kernels.merge.op import merge_states  # noqa: F401
-    from cute_kernels.mla.append_op import mla_fp8_append  # noqa: F401
-    from cute_kernels.mla.op import mla_fp8_decode  # noqa: F401
-    from cute_kernels.sink.op import sink_attention, sink_attention_backward  # noqa: F401
+if TYPE_CHECKING:
+    from cute_kernels.gqa.append_op import kv_append, kv_int8_append
+    from cute_kernels.gqa.op import gqa_decode
+    from cute_kernels.indexer.append_op import index_append
+    from cute_kernels.indexer.decode_op import index_decode
+    from cute_kernels.indexer.topk_op import index_topk
+    from cute_kernels.merge.op import merge_states
+    from cute_kernels.mla.append_op import mla_fp8_append
+    from cute_kernels.mla.op import mla_fp8_decode
+    from cute_kernels.sink.op import sink_attention, sink_attention_backward
     from cute_kernels.warm import CallableModule
 
     warm: CallableModule
 
+__all__ = [  # written out: type checkers run nothing
+    "gqa_decode",
+    "index_append",
+    "index_decode",
+    "index_topk",
+    "kv_append",
+    "kv_int8_append",
+    "merge_states",
+    "mla_fp8_append",
+    "mla_fp8_decode",
+    "sink_attention",
+    "sink_attention_backward",
+]
 __version__ = "0.2.0"
 
 _MODULES = {
@@ -48,7 +61,6 @@ _MODULES = {
     "sink_attention": "cute_kernels.sink.op",
     "sink_attention_backward": "cute_kernels.sink.op",
 }
-__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

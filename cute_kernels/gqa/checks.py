@@ -87,14 +87,14 @@ def check(request: Request) -> None:
     require(capacity < 2**30, "k_cache", f"room for {capacity} tokens of a sequence", "fewer than 2^30")
     slopes = request["alibi_slopes"]
     per_sequence = isinstance(slopes, torch.Tensor) and slopes.dim() == 2
-    of_heads = {"dtype": torch.float32, "shape": (h_q,), "unit_last_stride": True}
+    per_head = {"dtype": torch.float32, "shape": (h_q,), "unit_last_stride": True}
     check_given(
         request,
         device,
         cache_seqlens={"dtype": torch.int32, "shape": (batch,)},
         cache_starts={"dtype": torch.int32, "shape": (batch,)},
-        alibi_slopes={**of_heads, "shape": (batch, h_q)} if per_sequence else of_heads,
-        s_aux=of_heads,
+        alibi_slopes={**per_head, "shape": (batch, h_q)} if per_sequence else per_head,
+        s_aux=per_head,
         out={"dtype": q.dtype, "shape": tuple(q.shape), "align": 8, "unit_last_stride": True},
         lse={"dtype": torch.float32, "shape": (batch, s_q, h_q)},
     )

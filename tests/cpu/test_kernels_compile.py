@@ -94,7 +94,8 @@ def problems_of(spec: Any, code: SassReport) -> list[str]:
     """What is wrong with the order or the operands of instructions, in kernels that rely on these."""
     (kernel,) = code.kernels
     if isinstance(spec, GqaDecodeSpec):
-        # loads that waited behind uncoalesced ones read the next tile: 1 of 70 calls was wrong on an H200 under load
+        # A load that waits behind uncoalesced loads could read the next key tile if its stage is freed too early.
+        # On an H200 under load 1 of 70 calls was wrong.
         return [f"{arrival} while a load of the stage is under way" for arrival in kernel.arrivals_before_loads()]
     if spec in FLASH_MLA:
         # +inf of empty rows: by the epilogue where a CTA has all keys of a query, for each of a thread's rows, and by

@@ -289,11 +289,11 @@ def find_warnings(said: str) -> tuple[str, ...]:
 def _machine_code(cubin: bytes) -> dict[str, bytes]:
     """The instructions of each kernel, 16 bytes each: sections `.text.NAME` of a 64-bit ELF file."""
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
-    size, number, of_names = struct.unpack_from("<HHH", cubin, 0x3A)
+    size, number, names_index = struct.unpack_from("<HHH", cubin, 0x3A)
     sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(number)]
     code = {}
     for name, _, _, _, start, length in sections:
-        at = sections[of_names][4] + name
+        at = sections[names_index][4] + name
         text = cubin[at : cubin.index(b"\0", at)].decode()
         if text.startswith(".text."):
             code[text.removeprefix(".text.")] = cubin[start : start + length]

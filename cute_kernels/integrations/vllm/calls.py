@@ -55,7 +55,7 @@ class CacheViews(NamedTuple):
 
     def tokens_first(self) -> tuple[torch.Tensor, ...]:
         """Codes (pages, tokens, kv_heads, d or d / 2), scales (pages, tokens, kv_heads), as vLLM's Triton has them."""
-        given = [t for t in self[:4] if t is not None]
+        given = [t for t in (self.k, self.v, self.k_scale, self.v_scale) if t is not None]
         return tuple(given if self.layout == "paged_NHD" else (t.transpose(1, 2) for t in given))
 
 
@@ -245,10 +245,10 @@ class GqaCalls:
         """
         requests = seq_lens.shape[0]
         gqa_decode(
-            query.unflatten(0, (requests, -1)), *views[:4], layout=views.layout, cache_seqlens=seq_lens,
-            block_table=block_table, window=self.window, softcap=self.softcap, alibi_slopes=self.alibi_slopes,
-            s_aux=self.s_aux, softmax_scale=self.scale, num_splits=self.num_splits, kind=self.rotated_kind,
-            out=output.unflatten(0, (requests, -1)),
+            query.unflatten(0, (requests, -1)), views.k, views.v, views.k_scale, views.v_scale, layout=views.layout,
+            cache_seqlens=seq_lens, block_table=block_table, window=self.window, softcap=self.softcap,
+            alibi_slopes=self.alibi_slopes, s_aux=self.s_aux, softmax_scale=self.scale, num_splits=self.num_splits,
+            kind=self.rotated_kind, out=output.unflatten(0, (requests, -1)),
         )  # fmt: skip
 
     def part(
@@ -266,9 +266,9 @@ class GqaCalls:
             out (batch, s_q, heads, d) and lse (batch, s_q, heads) float32.
         """
         return gqa_decode(
-            query, *views[:4], layout=views.layout, cache_seqlens=lengths, block_table=block_table,
-            causal=False, softmax_scale=self.scale, num_splits=self.num_splits, kind=self.rotated_kind,
-            return_lse=True,
+            query, views.k, views.v, views.k_scale, views.v_scale, layout=views.layout, cache_seqlens=lengths,
+            block_table=block_table, causal=False, softmax_scale=self.scale, num_splits=self.num_splits,
+            kind=self.rotated_kind, return_lse=True,
         )  # fmt: skip
 
     def prefills_fresh_tokens(self) -> bool:

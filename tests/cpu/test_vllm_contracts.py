@@ -560,7 +560,8 @@ def test_a_layer_that_shares_keys(shared: None, monkeypatch: pytest.MonkeyPatch)
     assert metadata.num_decodes == 2 and metadata.starts_host == [0, 10]
     layer = types.SimpleNamespace(_k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
     out, new = torch.full((14, HEADS, 64), torch.nan), torch.zeros(14, 1, 64)
-    impl.forward(layer, torch.cat([batch.query, batch.query[:2]]), new, new, torch.zeros(1), metadata, out)
+    cache = torch.zeros(batch.pages, 1, 16, 2 * 64)
+    impl.forward(layer, torch.cat([batch.query, batch.query[:2]]), new, new, cache, metadata, out)
     assert torch.equal(ran["decode"][4], local[:2]) and ran["prefill"][7] == [0, 10]
     assert (out[:12] == 1).all() and (out[12:] == 0).all()
 

@@ -356,11 +356,10 @@ class CuteAttentionImpl(TritonAttentionImpl):
             return
         # vLLM may count padding rows as tokens, and no kernel below writes those past the last request
         output[0 if prompts is None else prompts.starts_host[-1] :].zero_()
-        views = self._views(layer, kv_cache)
         if prompts is not None and self.calls.flash is not None:
-            attend(self.calls, query, views, prompts, output)
+            attend(self.calls, query, self._views(layer, kv_cache), prompts, output)
         elif query.device.type == "cpu":
-            starts, lengths = part.query_start_loc, part.seq_lens
+            views, starts, lengths = self._views(layer, kv_cache), part.query_start_loc, part.seq_lens
             self.calls.prefill_in_pieces(query, views, starts, lengths, part.block_table, output)
         else:
             super().forward(layer, query, key, value, kv_cache, part, output)

@@ -24,7 +24,7 @@ from cute_kernels.gqa.blocks_plan import INDEX_BLOCKS
 from cute_kernels.gqa.codes import INT8, KINDS, ROTATED_KINDS, values_of
 from cute_kernels.gqa.layouts import LAYOUTS, ROTATED_DIMS, CacheSizes, Which, scale_shapes
 from cute_kernels.gqa.reference import reference_append
-from cute_kernels.gqa.spec import CLUSTER, GqaDecodeSpec
+from cute_kernels.gqa.spec import CLUSTERS, GqaDecodeSpec
 from cute_kernels.merge.spec import MergeSpec
 from cute_kernels.mla import spec as mla_spec
 from cute_kernels.mla.plan import EXCHANGES
@@ -117,7 +117,7 @@ def _block_specs() -> list[GqaDecodeSpec]:
         dataclasses.replace(spec, box_rows=box_rows, cluster=cluster)
         for spec in (plain, scaled)
         for box_rows in sorted({min(rows, block) for rows in BLOCK_PAGES for block in INDEX_BLOCKS})
-        for cluster in (1, CLUSTER)
+        for cluster in (1, *CLUSTERS)
     ]
 
 

@@ -10,7 +10,7 @@ from cute_kernels.gqa.blocks_plan import DecodeShape
 from cute_kernels.gqa.codes import TYPES
 from cute_kernels.gqa.layouts import ScaleKind
 from cute_kernels.gqa.spec import (
-    CLUSTER,
+    CLUSTERS,
     COLUMNS,
     D_SPLIT,
     KEYS_PER_TEAM,
@@ -34,6 +34,8 @@ SOFTCAPS = (2.0**-32, 2.0**64)
 """Softcaps that kernels are given. Any smaller one makes all scores equal to float32, as the least of these does; any
 larger one leaves scores up to 2^52 as they are, as the largest does."""
 
+CLUSTERS_LOST = {8: 1, 4: 4, 2: 0}
+"""Clusters of a size, at most, for which parts of a card's SMs are too small: 132 SMs of an H200 hold 15, 30 and 66."""
 CLUSTER_TILES = 8
 """Most key tiles of a CTA of a cluster; past that, more CTAs gain more than merging through global memory costs."""
 
@@ -100,13 +102,16 @@ def with_key_blocks(spec: GqaDecodeSpec, rows: int) -> GqaDecodeSpec:
 
 
 def cluster_for(spec: GqaDecodeSpec, batch: int, h_kv: int, rows: int, max_keys: int, num_sms: int) -> int:
-    """CTAs that share a sequence and KV head: a cluster of CLUSTER for short sequences of small batches, else 1.
+    """CTAs that share a sequence and KV head: a cluster of them for short sequences of small batches, else 1.
 
     Short: at most CLUSTER_TILES key tiles for each CTA. Small: all clusters fit on the card at once.
     """
-    ctas = batch * h_kv * -(-rows // spec.columns) * CLUSTER
-    short = max_keys <= CLUSTER_TILES * CLUSTER * spec.keys_per_tile
-    return CLUSTER if spec.warps == 8 and short and ctas <= num_sms * 31 // 32 else 1
+    sequences = batch * h_kv * -(-rows // spec.columns)
+    for cluster in CLUSTERS if spec.warps == 8 else ():
+        short = max_keys <= CLUSTER_TILES * cluster * spec.keys_per_tile
+        if short and sequences <= num_sms // cluster - CLUSTERS_LOST[cluster]:
+            return cluster
+    return 1
 
 
 _CLASS_OF = {"per_tensor": "per_head", "per_token_head": "per_token"}

@@ -22,7 +22,7 @@ MAX_ACCUMULATORS = 2048  # columns x d of a warp: 64 registers of O; twice as ma
 D_SPLIT = {512: 4}
 """Warps that share keys: each has a part of d of K, V and O."""
 MAX_RANGES = 256
-CLUSTER = 8  # CTAs; larger clusters are not portable
+CLUSTERS = (8, 4, 2)  # CTAs that may share a sequence; larger clusters are not portable
 BOX_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 SMEM_PER_CTA = 232_448
@@ -67,7 +67,7 @@ class GqaDecodeSpec:
     starts     whether sequences begin after their first token: left padding
     warps      consumer warps of a CTA, 4 or 8; each team of `d_split` has 16 keys of a tile, or 32
     key_blocks blocks of 16 keys of a tile that a team has: 1, or 2 of rotated keys
-    cluster    1: CTAs take ranges of the line of tiles; 8: the CTAs of a cluster share a sequence and KV head
+    cluster    1: CTAs take ranges of the line of tiles; 8, 4, 2: those of a cluster share a sequence and KV head
     """
 
     q_dtype: str
@@ -131,8 +131,8 @@ class GqaDecodeSpec:
             reasons.append(f"{self.warps} consumer warps; there are 8, or 4 without scales of tokens")
         if self.key_blocks not in (1, 2) or (self.key_blocks == 2 and not self.k_rotated):
             reasons.append(f"key_blocks is {self.key_blocks}; it is 1, or 2 of rotated keys")
-        if self.cluster not in (1, CLUSTER) or (self.cluster > 1 and self.warps != 8):
-            reasons.append(f"cluster is {self.cluster} with {self.warps} warps; it is 1, or {CLUSTER} with 8")
+        if self.cluster not in (1, *CLUSTERS) or (self.cluster > 1 and self.warps != 8):
+            reasons.append(f"cluster is {self.cluster} with {self.warps} warps; it is 1, or one of {CLUSTERS} with 8")
         if self.box_rows not in BOX_ROWS or self.box_rows > self.keys_per_tile:
             reasons.append(f"box_rows is {self.box_rows}; it is a power of two up to {self.keys_per_tile}")
         elif self.box_rows < self.keys_per_tile and not self.paged:
@@ -337,7 +337,7 @@ def shipped_specs() -> list[GqaDecodeSpec]:
     return [
         head,
         token,
-        replace(token, cluster=CLUSTER),
+        *(replace(token, cluster=cluster) for cluster in CLUSTERS),
         replace(token, layout="tokens_first", paged=True, box_rows=64),
         replace(head, layout="tokens_first", paged=True, box_rows=16),
         replace(token, columns=16),
@@ -352,7 +352,7 @@ def shipped_specs() -> list[GqaDecodeSpec]:
         replace(plain, d=64, columns=16, layout="tokens_first", paged=True, box_rows=1),
         GqaDecodeSpec(fp16, fp16, 256, 8, layout="x_packed", paged=True, box_rows=32, warps=4),
         replace(token, d=512, layout="tokens_first", paged=True, box_rows=32, scale_dtype="float32"),
-        replace(token, d=512, columns=16, cluster=CLUSTER, scale_dtype="float32", box_rows=32),
+        replace(token, d=512, columns=16, cluster=CLUSTERS[0], scale_dtype="float32", box_rows=32),
         replace(head, d=512, kv_dtype=fp8, layout="x_packed", paged=True, box_rows=16),
         GqaDecodeSpec(bf16, bf16, 512, 8, layout="tokens_first", paged=True, box_rows=32),
     ]

@@ -263,7 +263,7 @@ def test_gqa_shapes_name_what_the_op_prepares(asked: Asked, shape: GqaShape, tok
 def test_small_batches_of_short_sequences_take_a_kernel_of_their_own() -> None:
     """So the test above compares more than one decode kernel."""
     named = kernel_specs(GqaShape(32, 8, max_tokens=4096), batch_sizes=BATCHES)
-    assert [getattr(spec, "cluster", None) for spec in named] == [8, 1, None]
+    assert [getattr(spec, "cluster", None) for spec in named] == [8, 4, 1, None]
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cute_kernels import gqa_decode, kv_int8_append, mla_fp8_append, mla_fp8_decode
-from cute_kernels.gqa.spec import CLUSTER, GqaDecodeSpec, shipped_specs
+from cute_kernels.gqa.spec import CLUSTERS, GqaDecodeSpec, shipped_specs
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.sink import op
 from cute_kernels.sink.spec import SinkWorkListSpec
@@ -36,7 +36,7 @@ def kernel_specs() -> list[GqaDecodeSpec]:
     """Kernels with clusters, which do not ship."""
     paged = [spec for spec in shipped_specs() if spec.paged and spec.box_rows == 64]
     words = [spec for spec in shipped_specs() if spec.kv_dtype == spec.q_dtype and spec.d == 128]
-    return [dataclasses.replace(spec, cluster=CLUSTER) for spec in (*paged, *words)]
+    return [dataclasses.replace(spec, cluster=CLUSTERS[0]) for spec in (*paged, *words)]
 
 
 def int32(values: Any) -> torch.Tensor:

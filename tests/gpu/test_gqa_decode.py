@@ -570,3 +570,11 @@ def test_accuracy(kv_dtype, num_splits):
     print(f"relative error {error:.2e}, log-sum-exp {lse_error:.1e}")
     assert error <= 2.7e-3
     assert lse_error <= 2e-5
+
+
+@pytest.mark.parametrize("sequences", [9, 14, 15, 33])
+def test_clusters_of_all_sizes(sequences):
+    """Of 8, 4 and 2 CTAs, by the number of sequences and heads, of lengths around tiles and their ends."""
+    lengths = [1, 0, 127, 128, 129, 640, *ragged_lengths(sequences - 7, 2000, 64, seed=sequences), 1800]
+    for options in ({}, {"layout": "BNSH", "kv_dtype": "fp8", "s_q": 3, "window": 300}, {"kv_dtype": "bf16", "d": 64}):
+        hold(usual(seqlens=lengths, sink="finite", **options), splits=(None,))

@@ -15,7 +15,7 @@ from cute_kernels import gqa_decode, mla_fp8_decode, sink_attention
 from cute_kernels.gqa.launch import decode_spec
 from cute_kernels.gqa.layouts import LAYOUTS
 from cute_kernels.gqa.request import DECODE
-from cute_kernels.gqa.spec import CLUSTER, GqaDecodeSpec
+from cute_kernels.gqa.spec import CLUSTERS, GqaDecodeSpec
 from fp8_mla import QK_DIM, ROPE_OFFSET, SCALE_OFFSET, TOKEN_BYTES, reference_decode
 from tests.kit.gqa_cases import GqaExpectation, gqa_case
 from tests.kit.mla_cases import generator, latent_tokens
@@ -50,7 +50,7 @@ def kernel_specs() -> list[GqaDecodeSpec]:
             spec = decode_spec(DECODE.request(**gqa(name, s_q, device="cpu").arguments(), num_splits=1))
             specs |= {spec: None}
             if spec.warps == 8:
-                specs |= {dataclasses.replace(spec, cluster=CLUSTER): None}
+                specs |= {dataclasses.replace(spec, cluster=CLUSTERS[0]): None}
     return list(specs)
 
 

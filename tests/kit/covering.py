@@ -39,6 +39,8 @@ NUM_SMS: Final = 132
 LONG: Final = 131_072
 MOST_CLUSTERS: Final = 15
 """Clusters of eight CTAs for which the plan has room on so many SMs."""
+MOST_PAIRS: Final = 66
+"""Clusters of two."""
 SINKS: Final = ("none", "finite", "inf")
 Q_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCALE_DTYPES: Final = {"float32": torch.float32, "float16": torch.float16}
@@ -107,7 +109,7 @@ class GqaRow:
         heads = self.h_kv * -(-rows // gqa_plan.columns_for(rows, self.d, _itemsize(self.kv_dtype)))
         if self.splits == "cluster":
             return min(4, max(1, MOST_CLUSTERS // heads))
-        return max(3, MOST_CLUSTERS // heads + 1) if self.splits == "ranges" else 3
+        return max(3, MOST_PAIRS // heads + 1) if self.splits == "ranges" else 3
 
     def seqlens(self, short: bool = False) -> list[int]:
         """Tokens of each sequence: the longest, then some around the borders of tiles and pages, and any."""

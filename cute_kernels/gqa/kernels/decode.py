@@ -40,7 +40,7 @@ From one sequence to the next nothing waits for global memory: Q, page numbers a
 
 The last CTA of a sequence that several CTAs share merges it: each writes O, row_max and row_sum in float32 and counts
 itself, and the one that sees the full count adds them up in order. No CTA waits, and the order of additions is fixed.
-Short sequences of small batches are shared by a cluster of eight CTAs instead, which read each other's shared memory.
+Short sequences of small batches are shared by a cluster of CTAs instead, which read each other's shared memory.
 """
 
 import cuda.bindings.driver as cuda

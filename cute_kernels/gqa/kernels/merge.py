@@ -220,9 +220,9 @@ class Merge(Epilogue):
 
     @cute.jit
     def merge_cluster(self, smem: SmemViews, tensors: Tensors, constants: cute.Pointer, query: QueryBlock, tidx: Int32):
-        """Merges what the CTAs of a cluster have: each leaves it in shared memory and merges an eighth of the values.
+        """Merges what the CTAs of a cluster have: each leaves it in shared memory and merges its part of the values.
 
-        Eight neighbouring threads read the same vector of the eight CTAs and add them up by shuffles.
+        As many neighbouring threads as CTAs read the same vector of each CTA and add them up by shuffles.
         """
         spec = self.spec
         cluster = spec.cluster

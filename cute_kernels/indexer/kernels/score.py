@@ -272,6 +272,7 @@ class ScoreKernel:
         ]
         factors = cute.make_rmem_tensor(spec.heads // 4, Float32)  # weights of this lane's heads
         key_scales = cute.make_rmem_tensor(2, Float32)
+        sums = cute.make_rmem_tensor((2, spec.queries), Float32)  # of this lane's heads
         row_bytes = 4 * Int64(mLogits.stride[0])
         row = queries.request * problem.divisors.s_q.divisor + queries.first
         logits_rows = mLogits.iterator.toint() + Int64(row) * row_bytes
@@ -299,10 +300,8 @@ class ScoreKernel:
                     warpgroup.wait_group(1)
                 else:
                     warpgroup.wait_group(0)
-                logits_row = logits_rows + i * row_bytes
-                self._store(
-                    accs[i % 2], factors, key_scales, queries.lengths + i, problem, logits_row, tile * KEYS, tid
-                )
+                self._sum(accs[i % 2], factors, key_scales, sums[None, i])
+            self._store(sums, queries.lengths, problem, (logits_rows, row_bytes), tile * KEYS, tid)
             stage = cutlass.select_(stage == spec.stages - 1, Int32(0), stage + 1)
 
     @cute.jit
@@ -389,36 +388,44 @@ class ScoreKernel:
                 scale.store(Float32.nan)
 
     @cute.jit
-    def _store(
-        self,
-        acc: cute.Tensor,
-        weights: cute.Tensor,
-        scales: cute.Tensor,
-        length_of_query: cute.Pointer,
-        problem: Problem,
-        logits_row: Int64,
-        begin: Int32,
-        tid: Int32,
-    ):
-        """Logits of the two keys that four lanes share; the first two of them store one each."""
+    def _sum(self, acc: cute.Tensor, weights: cute.Tensor, scales: cute.Tensor, sums: cute.Tensor):
+        """What this lane has of two keys: the sum over its heads, times each key's scale."""
         products = wgmma.by_row(acc)
-        values = []
         for r in cutlass.range_constexpr(2):
-            sums = [Float32(0.0), Float32(0.0)]
+            parts = [Float32(0.0), Float32(0.0)]
             for i in cutlass.range_constexpr(self.spec.heads // 4):
-                sums[i % 2] += cute.arch.fmax(products[r, i], Float32(0.0)) * weights[i]
-            value = (sums[0] + sums[1]) * scales[r]
-            value += cute.arch.shuffle_sync_bfly(value, 1)
-            value += cute.arch.shuffle_sync_bfly(value, 2)
-            values.append(value)
-        position = begin + wgmma.row(tid, 0) + 8 * (tid % 4)
-        length = length_of_query.load()
-        if tid % 4 < 2 and position < length:
-            target = cute.make_ptr(Float32, logits_row + 4 * Int64(position), AddressSpace.gmem, assumed_align=4)
-            value = cutlass.select_(tid % 4 == 0, values[0], values[1])
-            if position < problem.first or position >= length - problem.last:
-                value = Float32.inf
-            target.store(value)
+                parts[i % 2] += cute.arch.fmax(products[r, i], Float32(0.0)) * weights[i]
+            sums[r] = (parts[0] + parts[1]) * scales[r]
+
+    @cute.jit
+    def _store(self, sums: cute.Tensor, lengths: cute.Pointer, problem: Problem, rows: tuple, begin: Int32, tid: Int32):
+        """Adds up what four lanes have of two keys and stores it: a lane one logit of each two queries."""
+        first_row, row_bytes = rows
+        is_odd, is_upper = tid % 2 == 1, tid // 2 % 2 == 1
+        position = begin + wgmma.row(tid, 0) + 8 * (tid % 2)
+        for pair in cutlass.range_constexpr(-(-self.spec.queries // 2)):
+            of_both = const_expr(2 * pair + 1 < self.spec.queries)
+            values = []
+            for i in cutlass.range_constexpr(2 * pair, 2 * pair + 1 + int(of_both)):
+                kept, sent = sums[0, i], sums[1, i]
+                if is_odd:
+                    kept, sent = sent, kept
+                values.append(kept + cute.arch.shuffle_sync_bfly(sent, 1))
+            query = Int32(2 * pair)
+            kept, sent = values[0], values[0]
+            if const_expr(of_both):
+                sent = values[1]
+                if is_upper:
+                    kept, sent = sent, kept
+                query += cutlass.select_(is_upper, Int32(1), Int32(0))
+            value = kept + cute.arch.shuffle_sync_bfly(sent, 2)
+            length = (lengths + query).load()
+            if position < length and (const_expr(of_both) or tid % 4 < 2):
+                row = first_row + Int64(query) * row_bytes
+                target = cute.make_ptr(Float32, row + 4 * Int64(position), AddressSpace.gmem, assumed_align=4)
+                if position < problem.first or position >= length - problem.last:
+                    value = Float32.inf
+                target.store(value)
 
     def fake_arguments(self) -> tuple:
         """What `__call__` is compiled from: any strides, those of q and of pages multiples of 16 bytes."""

@@ -1,4 +1,4 @@
-"""A Hopper card and its prediction: measure its units and ceilings, predict the cases, run them, compare.
+"""A Hopper card and its prediction: measure its ceilings, predict the cases, run them, compare.
 
 scripts/run_h800_bench.sh runs this and says what the options mean.
 """
@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
-from bench import budget, cases, gqa, jsonl, mla, records, run, sink, timeline, unit_rates
+from bench import budget, cases, gqa, jsonl, mla, records, run, sink, timeline
 from bench.ceilings import measure_ceilings
 from bench.progress import Progress
 from bench.records import Record
@@ -30,25 +29,17 @@ MLA_CASES: Final = (*budget.PREDICTED, *SWEEP)
 GQA_CASES: Final = tuple(case for case in gqa.DECODE_CASES if case.kv_dtype == "int8")
 OTHERS: Final = {"mla": (mla.MlaAppendCase("v3.2"),), "gqa": gqa.APPEND_CASES[:1], "sink": sink.ATTENTION_CASES[:5:4]}
 """Standard cases that the budget has no prediction of."""
-
-
-class Standard(NamedTuple):
-    """A case that stands for its operator: its name in the summary, and the key of the first case that has it."""
-
-    name: str
-    key: Mapping[str, Any]
-
-
 _SINK: Final = {"op": "sink_attention", "h_q": 64, "d": 64, "s_k": 16384}
-STANDARD: Final = (
-    Standard("MLA sparse, 128 x 128 x 2, topk 2048", {"op": "mla_fp8_decode", "h_q": 128, "s_q": 2, "topk": 2048}),
-    Standard("MLA dense, 64 x 128, 8192 keys", {"op": "mla_fp8_decode", "batch": 64, "h_q": 128, "s_k": 8192}),
-    Standard("GQA INT8, 64 x 8192", {"op": "gqa_decode", "kv_dtype": "int8", "batch": 64, "s_k": 8192}),
-    Standard("MLA append, 65,536 tokens", {"op": "mla_fp8_append"}),
-    Standard("INT8 append, 65,536 tokens", {"op": "kv_int8_append"}),
-    Standard("sinks forward, 4 x 16384", {**_SINK, "pass": "forward"}),
-    Standard("sinks backward, 4 x 16384", {**_SINK, "pass": "backward"}),
-)
+STANDARD: Final[Mapping[str, Mapping[str, Any]]] = {
+    "MLA sparse, 128 x 128 x 2, topk 2048": {"op": "mla_fp8_decode", "h_q": 128, "s_q": 2, "topk": 2048},
+    "MLA dense, 64 x 128, 8192 keys": {"op": "mla_fp8_decode", "batch": 64, "h_q": 128, "s_k": 8192},
+    "GQA INT8, 64 x 8192": {"op": "gqa_decode", "kv_dtype": "int8", "batch": 64, "s_k": 8192},
+    "MLA append, 65,536 tokens": {"op": "mla_fp8_append"},
+    "INT8 append, 65,536 tokens": {"op": "kv_int8_append"},
+    "sinks forward, 4 x 16384": {**_SINK, "pass": "forward"},
+    "sinks backward, 4 x 16384": {**_SINK, "pass": "backward"},
+}
+"""By name in the summary, what the first case has that stands for its operator."""
 
 
 # ---- predictions
@@ -89,7 +80,7 @@ def summary(machine: Mapping[str, str], ceilings: Mapping[str, float], found: Se
         f"ceilings: reads {ceilings['read_GBps']:.0f} GB/s, copies {ceilings['copy_GBps']:.0f} GB/s, bf16 products "
         f"{ceilings['bf16_gemm_TFLOPs']:.0f} TFLOP/s",
         clock(found),
-        *(_line(standard, found, ceilings) for standard in STANDARD),
+        *(f"{name}: {_line(key, found, ceilings)}" for name, key in STANDARD.items()),
     ]
 
 
@@ -110,17 +101,17 @@ def clock(found: Sequence[Record]) -> str:
     )
 
 
-def _line(standard: Standard, found: Sequence[Record], ceilings: Mapping[str, float]) -> str:
+def _line(key: Mapping[str, Any], found: Sequence[Record], ceilings: Mapping[str, float]) -> str:
     """Time, fraction, what binds, and the peer."""
-    case = next((case for case in found if standard.key.items() <= case.items()), None)
+    case = next((case for case in found if key.items() <= case.items()), None)
     if case is None or "us" not in case:
-        return f"{standard.name}: {'did not run' if case is None else 'FAILED, ' + str(case.get('failed'))[:90]}"
+        return "did not run" if case is None else f"FAILED, {str(case.get('failed'))[:90]}"
     under_load = f", {short(case['us_sustained'])} under load" if case.get("us_sustained") else ""
     fraction, ceiling = reached(case, ceilings)
     peer = peer_of(case)
     beside = f"; {peer_name(case)} takes {peer['ratio']:.2f} x" if "ratio" in peer else ""
     binds = case.get("binds") or ("tensor core" if ceiling == "products" else "HBM")
-    return f"{standard.name}: {short(case['us'])} us{under_load}; {fraction:.0%} of {ceiling}; {binds} binds{beside}"
+    return f"{short(case['us'])} us{under_load}; {fraction:.0%} of {ceiling}; {binds} binds{beside}"
 
 
 def reached(case: Record, ceilings: Mapping[str, float]) -> tuple[float, str]:
@@ -154,37 +145,28 @@ def case_table(found: Sequence[Record]) -> list[list[str]]:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Measures, prints and writes; 1 where a unit or a case is wrong."""
+    """Measures, prints and writes; 1 where a case is wrong."""
     progress, machine = Progress(), records.machine()
     card = machine["card"]
     partial = options.quick or options.only is not None
     place = records.ROOT / ("build" if partial else "results") / f"bench_{records.card_slug(card)}"
     folder = options.out or place
     progress.say(f"{card}, driver {machine['driver']}, torch {machine['torch']}; output goes to {folder}")
-    details: list[str] = []
     with progress.step("ceilings: matrix product, read, copy"):
         ceilings = measure_ceilings()
     sms = torch.cuda.get_device_properties("cuda").multi_processor_count
-    specs = unit_rates.selected(lambda name: options.only is None or re.search(options.only, name) is not None)
+    measured = {rate: ceilings[name] for rate, name in budget.CEILINGS.items()}
+    rates = H200.measured({"card": card, "sms": sms, **measured})
+    details: list[str] = []
+    budget.print_predictions(rates, details.append)
     wanted = _wanted(options)
     with progress.step("kernels"):
         traced = [timeline.SPEC] if options.trace else []
-        precompile([*specs, *traced, *cases.specs([case for case, _ in wanted], sms)])
-    with progress.step(f"{len(specs)} units of the card"):
-        units = [*unit_rates.run_units(specs), *unit_rates.of_ceilings(ceilings)]
-    figures = {"card": card, "sms": sms, **unit_rates.figures_from(units, ceilings)}
-    rates = H200.measured(figures)
-    kept = sorted({field.name for field in dataclasses.fields(Rates)} - set(figures) - {"sm_mhz"})
-    details.append(
-        "Units: cycles per token and CTA of 64 heads, or of a gathered row; predicted by the rates of an H200"
-    )
-    details += [*budget.plain(unit_rates.table(units)), f"not measured here, so an H200's: {', '.join(kept)}", ""]
-    budget.print_predictions(rates, details.append)
+        precompile([*traced, *cases.specs([case for case, _ in wanted], sms)])
     found = run.run_all(wanted, ceilings, progress)
     rates = at_clock_of(rates, found)
     found = [predicted(case, bench, rates) for case, (bench, _) in zip(found, wanted, strict=True)]
     record = {**machine, "ceilings": ceilings, "rates": dataclasses.asdict(rates), "cases": found}
-    record["units"] = [unit.as_record() for unit in units]
     jsonl.write(record, folder / "bench.jsonl")
     print("\n".join([*summary(machine, ceilings, found), "", *details, *budget.plain(case_table(found))]))
     if errors := [abs(case["model_error"]) for case in found if "model_error" in case]:
@@ -196,7 +178,7 @@ def measure(options: argparse.Namespace) -> int:
         drawn = [f"trace: {folder / name}" for name in timeline.draw(steps, folder, card)]
         print("\n".join([*timeline.busy(steps), *(drawn or ["trace: matplotlib is missing, nothing is drawn"])]))
     print(f"on {card}: {folder / 'bench.jsonl'}")
-    return int(any("failed" in case for case in found) or any(unit.problem for unit in units))
+    return int(any("failed" in case for case in found))
 
 
 def _wanted(options: argparse.Namespace) -> list[tuple[Any, Any]]:

@@ -1,4 +1,6 @@
-"""What INT8 and smaller codes cost in accuracy, by granularity of the scales: the table of scripts/accuracy_gqa.py.
+"""What INT8 and smaller codes cost in accuracy, by granularity of the scales.
+
+    python -m bench.gqa_accuracy        computes the table of docs/users/gqa_decode.md anew
 
 Keys and values are quantized as `kv_append` does it. Attention runs in float64, over the original numbers and over
 the dequantized ones, so quantization is all that differs. CPU, seeded, well under a minute.
@@ -7,31 +9,34 @@ the dequantized ones, so quantization is all that differs. CPU, seeded, well und
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
+from bench.records import ROOT
 from bench.report import markdown
 from cute_kernels.gqa.codes import INT8, ROTATED_KINDS
 from cute_kernels.gqa.codes import KINDS as STORED
 from cute_kernels.gqa.layouts import ScaleKind
 from cute_kernels.gqa.reference import quantize, quantize_as, reference_gqa_decode
 
-BLOCK = "accuracy"
+PAGE: Final = ROOT / "docs" / "users" / "gqa_decode.md"
+BLOCK: Final = "accuracy"
 """Of the page."""
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 ROUNDING = 0.1
 """Two significant digits differ by at most this much when one of them is rounded the other way."""
 
-LAYOUT = "BSNH"
+LAYOUT, SCALE_DTYPE = "BSNH", torch.float16
 BATCH, TOKENS, H_Q, H_KV, D = 8, 1024, 32, 8, 128
 LOGITS = 3.0
 """Standard deviation of the scores, at which the softmax is as peaked as in trained models."""
 OUTLIER = 20.0
 """Times the size of other values."""
 OUTLIER_TOKENS = 1 / 50
-SETS = ("normal", "channels", "tokens")
+SETS = {"normal": "normal", "channels": "outlier channels", "tokens": "outlier tokens"}
+"""Data sets, and their titles in the table."""
 KINDS = {
     "per_tensor": ScaleKind("per_tensor"),
     "per_head": ScaleKind("per_head"),
@@ -46,14 +51,6 @@ PLAIN = {"none, float8_e4m3fn": torch.float8_e4m3fn, "none, bfloat16": torch.bfl
 """Caches without scales, to compare with."""
 
 
-class Data(NamedTuple):
-    """Unquantized q (batch, 1, h_q, d), k and v (batch, tokens, h_kv, d), float32."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-
-
 class Error(NamedTuple):
     """Against attention over the unquantized numbers, means over all query heads.
 
@@ -65,8 +62,8 @@ class Error(NamedTuple):
     lse: float
 
 
-def draw(name: str, seed: int = 0) -> Data:
-    """One data set.
+def draw(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One data set: unquantized q (batch, 1, h_q, d), k and v (batch, tokens, h_kv, d), float32.
 
     normal    N(0,1)
     channels  in every other head four channels of K (two rotary pairs, d / 2 apart) times 20; q is smaller there, so
@@ -74,7 +71,7 @@ def draw(name: str, seed: int = 0) -> Data:
     tokens    one token in 50 of V and, independently, one in 50 of K times 20; in K only across the queries, so that
               scores stay as they were
     """
-    gen = torch.Generator().manual_seed(seed)
+    gen = torch.Generator().manual_seed(0)
     q = torch.randn((BATCH, H_KV, H_Q // H_KV, D), generator=gen) * LOGITS
     k, v = (torch.randn((BATCH, TOKENS, H_KV, D), generator=gen) for _ in "kv")
     if name == "channels":
@@ -89,28 +86,25 @@ def draw(name: str, seed: int = 0) -> Data:
         basis = torch.linalg.qr(q.mT).Q  # spans the queries of a head
         projection = torch.einsum("bshd,bhdr,bher->bshe", k, basis, basis)
         k, v = torch.where(large_k, projection + OUTLIER * (k - projection), k), torch.where(large_v, v * OUTLIER, v)
-    return Data(q.flatten(1, 2).unsqueeze(1), k, v)
+    return q.flatten(1, 2).unsqueeze(1), k, v
 
 
-def errors(data: Data, scale_dtype: torch.dtype = torch.float16) -> dict[str, Error]:
-    """By granularity, and for caches without scales."""
-    want = _attend(data.q, data.k, data.v)
+def errors(name: str) -> dict[str, Error]:
+    """Of one data set, by granularity, and for caches without scales."""
+    q, k, v = draw(name)
+    want = _attend(q, k, v)
+    caches = {kind: [quantize(x, scales, SCALE_DTYPE) for x in (k, v)] for kind, scales in KINDS.items()}
+    caches |= {kind: [quantize_as(code, x) for code, x in zip(STORED[kind], (k, v), strict=True)] for kind in APPENDED}
     found = {}
-    for name, kind in KINDS.items():
-        (k, k_scale), (v, v_scale) = (quantize(x, kind, scale_dtype) for x in (data.k, data.v))
-        found[name] = _compare(_attend(data.q, k, v, k_scale, v_scale), want)
-    for name in APPENDED:
-        (k, k_scale), (v, v_scale) = (quantize_as(code, x) for code, x in zip(STORED[name], data[1:], strict=True))
-        attended = _attend(data.q, k, v, k_scale, v_scale, kind=name if name in ROTATED_KINDS else None)
-        found[name] = _compare(attended, want)
-    for name, dtype in PLAIN.items():
-        found[name] = _compare(_attend(data.q, data.k.to(dtype), data.v.to(dtype)), want)
-    return found
+    for kind, ((k_codes, k_scale), (v_codes, v_scale)) in caches.items():
+        rotated = kind if kind in ROTATED_KINDS else None
+        found[kind] = _compare(_attend(q, k_codes, v_codes, k_scale, v_scale, kind=rotated), want)
+    return found | {kind: _compare(_attend(q, k.to(dtype), v.to(dtype)), want) for kind, dtype in PLAIN.items()}
 
 
-def scale_bytes(kind: ScaleKind, scale_dtype: torch.dtype = torch.float16) -> int:
+def scale_bytes(kind: ScaleKind) -> int:
     """Bytes of the scales that a token's keys and values have, all heads; 0 where tokens share them."""
-    _, scale = quantize(torch.zeros((1, H_KV, D)), kind, scale_dtype)
+    _, scale = quantize(torch.zeros((1, H_KV, D)), kind, SCALE_DTYPE)
     shared = kind.granularity in ("per_tensor", "per_head")
     return 0 if shared else 2 * scale.numel() * scale.element_size()
 
@@ -129,8 +123,7 @@ def _compare(got: tuple[torch.Tensor, torch.Tensor], want: tuple[torch.Tensor, t
 
 def table(found: dict[str, dict[str, Error]]) -> str:
     """Markdown of the errors of each data set."""
-    titles = {"normal": "normal", "channels": "outlier channels", "tokens": "outlier tokens"}
-    header = ["scales", "their bytes per token", *(f"{titles[name]}: output, lse" for name in found)]
+    header = ["scales", "their bytes per token", *(f"{SETS[name]}: output, lse" for name in found)]
     rows = [[f"`{name}`", _overhead(scale_bytes(kind))] for name, kind in KINDS.items()]
     rows += [[f"`{name}`", _overhead(2 * H_KV * 4)] for name in APPENDED]
     rows += [[name.replace("none, ", "none, `") + "`", _overhead(0)] for name in PLAIN]
@@ -154,3 +147,14 @@ def same(one: str, other: str) -> bool:
         return False
     pairs = zip(map(float, NUMBER.findall(one)), map(float, NUMBER.findall(other)), strict=True)
     return all(abs(a - b) <= ROUNDING * max(a, b) * (1 + 1e-6) for a, b in pairs)
+
+
+def main() -> None:
+    """Writes the table into the page, unless it says the same."""
+    text, fresh = PAGE.read_text(encoding="utf-8"), table({name: errors(name) for name in SETS})
+    if not same(markdown.split(text, BLOCK)[1], fresh):
+        PAGE.write_text(markdown.fill(text, BLOCK, fresh), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

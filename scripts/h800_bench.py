@@ -1,12 +1,12 @@
-"""Measure a Hopper card unit by unit, predict what the kernels should reach on it, run them, and compare.
+"""Measure a Hopper card's ceilings, predict what the kernels should reach on it, run them, and compare.
 
     bash scripts/run_h800_bench.sh                    all of it
     bash scripts/run_h800_bench.sh --quick            few cases
-    bash scripts/run_h800_bench.sh --only 'sparse'    units and cases whose name matches
+    bash scripts/run_h800_bench.sh --only 'sparse'    cases whose name matches
     bash scripts/run_h800_bench.sh --trace            a CTA's timeline by warp role as well
 
 Ten lines come first: the card, its ceilings, its clock under load, and the standard case of each operator with what it
-reaches and what binds it. Details follow, first the units beside their predictions. Progress goes to standard error.
+reaches and what binds it. Details follow, first the budget of each unit. Progress goes to standard error.
 
 Writes bench.jsonl, and with --trace trace.svg, into results/bench_<card>/; a run that leaves something out into
 build/bench_<card>/, unless --out says where. Without an SM90 GPU it prints the predictions. The name does not choose a
@@ -34,7 +34,7 @@ NO_GPU = "No SM90 GPU was found (Hopper, compute capability 9.0): nothing was me
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few cases")
-    parser.add_argument("--only", metavar="REGEX", help="units and cases whose name matches")
+    parser.add_argument("--only", metavar="REGEX", help="cases whose name matches")
     parser.add_argument("--trace", action="store_true", help="draw a CTA's timeline by warp role")
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="where to write")
     options = parser.parse_args(arguments)

@@ -24,6 +24,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from bench import svg
+from bench.report import markdown
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 
@@ -203,13 +204,6 @@ def curves(found: dict[str, Any], plt: Any) -> Any:
     return figure
 
 
-def filled(page: str, name: str, text: str) -> str:
-    """The page with another text between the marks of a name."""
-    begin, end = (f"<!-- training:{name}:{mark} -->" for mark in ("begin", "end"))
-    before, _, rest = page.partition(begin)
-    return f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}"
-
-
 def in_words(found: dict[str, Any]) -> str:
     """How close the losses of two attentions are, and the plot."""
     (one, losses), (other, others) = found["losses"].items()
@@ -229,13 +223,13 @@ def table(found: list[dict[str, Any]]) -> str:
     cases = {(case["tokens"], case["attention"]): case for one in found for case in one["cases"]}
     names = list(dict.fromkeys(name for _, name in cases))
     columns = ("attention, ms", "step, ms", "GiB")
-    rows = [f"| {found[0]['card']}: packed tokens | " + " | ".join(f"{n}: {c}" for n in names for c in columns) + " |"]
-    rows.append("| ---: |" + " ---: |" * (len(columns) * len(names)))
+    rows = []
     for tokens in sorted({tokens for tokens, _ in cases}):
         own = [cases.get((tokens, name), {"failed": "-"}) for name in names]
-        cells = [str(case.get(key, case.get("failed"))) for case in own for key in ("attention_ms", "ms", "GiB")]
-        rows.append(f"| {tokens} | {' | '.join(cells)} |")
-    return "\n".join(rows)
+        cells = (str(case.get(key, case.get("failed"))) for case in own for key in ("attention_ms", "ms", "GiB"))
+        rows.append([str(tokens), *cells])
+    header = [f"{found[0]['card']}: packed tokens", *(f"{name}: {column}" for name in names for column in columns)]
+    return "\n".join(markdown.table(header, rows))
 
 
 def fill_page(files: list[Path]) -> None:
@@ -245,11 +239,11 @@ def fill_page(files: list[Path]) -> None:
     page = path.read_text(encoding="utf-8")
     for found in results:
         if "losses" in found:
-            page = filled(page, "curves", in_words(found))
+            page = markdown.fill(page, "training:curves", in_words(found))
             svg.write({"training_loss.svg": functools.partial(curves, found)}, ROOT / "docs" / "img")
     measured = [found for found in results if "cases" in found]
     if measured:
-        page = filled(page, "steps", table(measured))
+        page = markdown.fill(page, "training:steps", table(measured))
     path.write_text(page, encoding="utf-8")
 
 

@@ -13,10 +13,8 @@ Parts, each of which adds to the file what it finds as soon as it has it:
     first    time to the first token of prompts, by the same backends
     mla-tokens  small DeepSeek-V3.2 and GLM-5: with our plugin and without it, eager and in graphs, every token is the
              same but for near ties, and transformers' below the top-k; prompts of 1 to 4,000 tokens in parts, prefix
-             caching, a draft token. `--models v4-64` has DeepSeek-V4 instead
+             caching, a draft token. `--models v4-64` has DeepSeek-V4 instead, whose kernels vLLM compiles for minutes
     mla-steps   a decoding step of DeepSeek-V3.2's shapes, with our plugin and without it, and the shares of kernels
-    sparse   sparse MLA: FlashMLA's time and ours, by vLLM's own forward
-    prompts  attention of prompts, fresh ones and those with tokens in the cache: ours, vLLM's, sink_attention
 
 Every engine is a process. Those of `tokens` run at the same time; those that are timed start at the same time, and
 measure alone. Logs are in build/vllm_check/. Exit status 1 when something failed, is wrong or was left out. Needs vLLM
@@ -53,7 +51,7 @@ BACKENDS = {
     "flash-fp8": ("FLASH_ATTN", "fp8"),
     "triton-fp8": ("TRITON_ATTN", "fp8"),
 }
-PARTS = ("mla-tokens", "mla-steps", "tokens", "speed", "first", "sparse", "prompts", "warm")
+PARTS = ("mla-tokens", "mla-steps", "tokens", "speed", "first", "warm")
 BATCHES, CONTEXTS, LAYERS = (1, 16, 64), (8192, 32768, 1024), 4
 ROOM = 128  # tokens of a timed request after its prompt
 TOKENS = 512
@@ -110,10 +108,6 @@ def jobs(options: argparse.Namespace, folder: pathlib.Path, probed: bool = True)
         found += [speed_job(name, options, folder, longest) for name in options.backends]
     if "first" in options.parts:
         found += [first_job(name, options, folder) for name in options.backends]
-    if "sparse" in options.parts:
-        found.append(Job("sparse", "sparse", {}, 1, ("card",), gigabytes=8, seconds=90, least=15))
-    if "prompts" in options.parts:
-        found.append(Job("prompts", "prompts", {}, 1, ("card",), gigabytes=8, seconds=60, least=15))
     return found
 
 
@@ -159,8 +153,6 @@ def mla_jobs(options: argparse.Namespace, folder: pathlib.Path) -> list[Job]:
         for model in models
         if model != vllm_mla.V4
     ]
-    if vllm_mla.V4 in models:  # 16 contexts of CUDA
-        found.append(Job("v4-ahead", "v4-ahead", {}, 2, ("card",), gigabytes=12, seconds=150, least=60, fresh=True))
     for model in models:
         choices = str(folder / model / "choices.pickle")
         for way in WAYS_OF_MLA if model != vllm_mla.V4 else WAYS_OF_V4:
@@ -190,13 +182,12 @@ def mla_jobs(options: argparse.Namespace, folder: pathlib.Path) -> list[Job]:
                 given["keeps"] = choices
             elif way == "ours-eager" and model == vllm_mla.V4:
                 given["shadow"] = "attention"
-            phase, gigabytes = 0, 4
+            phase, gigabytes, seconds = 0, 4, 180
             if model == vllm_mla.V4:
                 engine |= {"load_format": "dummy", "block_size": None, "kv_cache_memory_bytes": 4 << 30}
                 given |= {"truth": str(folder / model / "truth.json"), "first": way == WAYS_OF_V4[0]}
-                needs, phase, gigabytes = needs[: 1 if given["first"] else 2], 2, 14
-                needs += ("v4-ahead over",)
-            found.append(Job(f"{model}-{way}", "mla-serve", given, phase, needs, gigabytes, 180, 30))
+                needs, phase, gigabytes, seconds = needs[: 1 if given["first"] else 2], 2, 14, 900
+            found.append(Job(f"{model}-{way}", "mla-serve", given, phase, needs, gigabytes, seconds, 30))
     return sorted(found, key=lambda job: job.name.endswith("drafts"))
 
 
@@ -266,6 +257,14 @@ def first_job(name: str, options: argparse.Namespace, folder: pathlib.Path) -> J
 # ---- what they find
 
 
+PLACES = {
+    "serve": ("tokens", "engines"), "measure": ("speed", "backends"), "first": ("first", "backends"),
+    "mla-steps": ("mla-steps", "backends"), "mla-train": ("mla-tokens", "engines"),
+    "mla-serve": ("mla-tokens", "engines"),
+}  # fmt: skip
+"""Where the file has what a kind of jobs finds; that of all others is in "others"."""
+
+
 class Report:
     """What was found, on disk as soon as it is."""
 
@@ -274,87 +273,58 @@ class Report:
         self.pool: vllm_pool.Pool | None = None
         old = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
         self.found: dict[str, Any] = {k: v for k, v in old.items() if k not in options.parts}
-        self.found |= {"card": "unknown", "date": f"{datetime.date.today()}", "versions": versions()}
-        for part in options.parts:
-            self.found[part] = {}
+        self.found |= {"card": "unknown", "date": f"{datetime.date.today()}", "versions": versions(), "others": {}}
+        self.found |= {part: {} for part in options.parts}
         for part in {"speed", "first", "mla-steps"} & set(options.parts):
-            layers = vllm_mla.LAYERS if part == "mla-steps" else options.layers
-            self.found[part] = {"layers": layers, "backends": {}}
+            self.found[part]["layers"] = vllm_mla.LAYERS if part == "mla-steps" else options.layers
         self.runs: dict[str, dict[tuple[str, str], Any]] = {}
 
     def receive(self, job: Job, event: str, data: Any) -> None:
         """An event of a job."""
-        seconds = time.monotonic() - self.started
-        if event == "failed":
-            self.progress.say(f"{job.name}: {data[-600:]}")
-        elif event == "case":
-            self.progress.say(f"{job.name}: {in_words(data)}")
-        elif event in ("card", "started", "done", "compiled", "ahead", "transformers", "engine"):
-            self.progress.say(f"{job.name}: {event} {data if data is not None else ''}")
-        {
-            "serve": self._tokens, "measure": self._timed, "first": self._timed, "mla-steps": self._timed,
-            "mla-train": self._mla, "mla-serve": self._mla,
-        }.get(job.kind, self._other)(job, event, data)  # fmt: skip
-        self.found["seconds"] = seconds
-        self.write()
-
-    def _tokens(self, job: Job, event: str, data: Any) -> None:
-        engine = self.found["tokens"].setdefault("engines", {}).setdefault(job.name, {})
-        if event == "round":
-            got = engine.setdefault("wrong_requests", [])
-            asked = rounds(vllm_jobs.asked())[len(got)]
-            got.append(wrong_requests(asked, data))
-            self.progress.say(f"{job.name}: {got[-1]} of {len(asked)} requests wrong")
-        elif event == "started":
-            self.found["tokens"]["engines"][job.name] = {}
-        self._common(engine, job, event, data)
-
-    def _timed(self, job: Job, event: str, data: Any) -> None:
-        part = "speed" if job.kind == "measure" else job.kind
-        backends, name = self.found[part]["backends"], job.options["backend"]
-        backend = backends.setdefault(name, {})
+        place = self.found
+        for name in (*PLACES.get(job.kind, ("others",)), job.options.get("backend", job.name)):
+            place = place.setdefault(name, {})
         if event == "started":
-            backend = backends[name] = {}
-        elif event == "case":
-            backend.setdefault("cases", []).append(data)
-        self._common(backend, job, event, data)
-
-    def _mla(self, job: Job, event: str, data: Any) -> None:
-        part, model = self.found["mla-tokens"], job.options["model"]
-        engine = part.setdefault("engines", {}).setdefault(job.name, {})
-        runs = self.runs.setdefault(model, {})
-        if event == "trained":
-            engine |= data
-        elif event == "round":
-            runs[data["way"], data["name"]] = data
-            for key in ("cached", "turns"):
-                engine.setdefault(key, {})[data["name"]] = data.get(key)
-            part.setdefault("models", {})[model] = vllm_mla.cases(runs)
-            for case in part["models"][model]["cases"]:
-                if data["way"] in (case["a"], case["b"]) and data["name"] in case["round"]:
-                    self.progress.say(f"{model}: {in_words(case)}")
-        self._common(engine, job, event, data)
-
-    def _common(self, place: dict[str, Any], job: Job, event: str, data: Any) -> None:
-        if event == "engine":
+            place.clear()
+        elif event in ("engine", "trained"):
             place |= data
+        elif event == "case":
+            place.setdefault("cases", []).append(data)
         elif event == "done":
             place["done"] = True
         elif event == "failed":
             place["failed"] = data
-
-    def _other(self, job: Job, event: str, data: Any) -> None:
-        if event == "card":
+        elif event == "round":
+            (self._served if job.kind == "serve" else self._led)(job, place, data)
+        elif event == "transformers":
+            self.found["tokens"].setdefault("transformers", {})[job.options["model"]] = data
+        elif event == "card":
             self.found["card"] = data["name"]
             if self.pool is not None:
                 self.pool.gigabytes = 0.9 * data["free_gb"]
-        elif event == "transformers":
-            self.found["tokens"].setdefault("transformers", {})[job.options["model"]] = data
-        elif event == "case":
-            self.found[job.kind].setdefault("cases", []).append(data)
-        elif event == "failed":
-            part = "tokens" if job.kind == "train" else job.kind
-            self.found.setdefault(part, {}).setdefault("errors", {})[job.name] = data
+        if event != "round":
+            said = in_words(data) if isinstance(data, dict) else "" if data is None else str(data)[-600:]
+            self.progress.say(f"{job.name}: {event} {said}")
+        self.found["seconds"] = time.monotonic() - self.started
+        self.write()
+
+    def _served(self, job: Job, engine: dict[str, Any], data: Any) -> None:
+        got = engine.setdefault("wrong_requests", [])
+        asked = rounds(vllm_jobs.asked())[len(got)]
+        got.append(wrong_requests(asked, data))
+        self.progress.say(f"{job.name}: {got[-1]} of {len(asked)} requests wrong")
+
+    def _led(self, job: Job, engine: dict[str, Any], data: Any) -> None:
+        model = job.options["model"]
+        runs = self.runs.setdefault(model, {})
+        runs[data["way"], data["name"]] = data
+        for key in ("cached", "turns"):
+            engine.setdefault(key, {})[data["name"]] = data.get(key)
+        models = self.found["mla-tokens"].setdefault("models", {})
+        models[model] = vllm_mla.cases(runs)
+        for case in models[model]["cases"]:
+            if data["way"] in (case["a"], case["b"]) and data["name"] in case["round"]:
+                self.progress.say(f"{model}: {in_words(case)}")
 
     def end(self, left: dict[str, str]) -> list[str]:
         """Writes the rest; what is wrong, in words."""
@@ -387,26 +357,17 @@ def in_words(case: dict[str, Any]) -> str:
 
 def failures(found: dict[str, Any]) -> list[str]:
     """What is wrong in what was found."""
-    wrong = []
-    for name, engine in found.get("tokens", {}).get("engines", {}).items():
-        if not engine.get("done") or engine.get("wrong_requests") != [0, 0, 0]:
-            wrong.append(f"tokens, {name}: wrong requests {engine.get('wrong_requests', 'unknown')}")
-    for name, engine in found.get("mla-tokens", {}).get("engines", {}).items():
-        if not engine.get("done"):
-            wrong.append(f"mla-tokens, {name}: not done")
-    for name, model in found.get("mla-tokens", {}).get("models", {}).items():
-        wrong += [f"mla-tokens, {name}: {in_words(case)}" for case in model["cases"] if case["wrong"]]
+    wrong = [f"{name}: {job['failed'][-300:]}" for name, job in found["others"].items() if "failed" in job]
     for name, counts in found.get("tokens", {}).get("transformers", {}).items():
         wrong += [f"transformers, {name}, {kind}: {n} requests" for kind, n in counts.items() if n]
-    for part in ("speed", "first", "mla-steps"):
-        for name, backend in found.get(part, {}).get("backends", {}).items():
-            if not backend.get("done"):
-                wrong.append(f"{part}, {name}: {len(backend.get('cases', []))} cases")
-    for case in found.get("sparse", {}).get("cases", []):
-        if not isinstance(case["ours_us"], float) or case.get("difference", 0) >= 0.01:
-            wrong.append(f"sparse: {in_words(case)}")
-    for part in PARTS:
-        wrong += [f"{name}: {text[-300:]}" for name, text in found.get(part, {}).get("errors", {}).items()]
+    for name, model in found.get("mla-tokens", {}).get("models", {}).items():
+        wrong += [f"mla-tokens, {name}: {in_words(case)}" for case in model["cases"] if case["wrong"]]
+    for part, group in dict.fromkeys(PLACES.values()):
+        for name, place in found.get(part, {}).get(group, {}).items():
+            if not place.get("done"):
+                wrong.append(f"{part}, {name}: {len(place.get('cases', ()))} cases, not done")
+            elif any(place.get("wrong_requests", ())):
+                wrong.append(f"{part}, {name}: wrong requests {place['wrong_requests']}")
     return wrong
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from bench import budget, kernels_run, records
-from bench.report import run, speeds, tables, vllm
+from bench.report import perplexity, speeds, tables, vllm
 from bench.report.cases import Record
 from bench.report.markdown import paragraphs
 from scripts import context_parallel_table
@@ -32,6 +32,7 @@ class Recorded(NamedTuple):
     cards: list[Record]
     vllm: list[dict[str, Any]]
     ranks: list[dict[str, Any]]
+    accuracy: list[dict[str, Any]]
 
 
 def record_files(root: pathlib.Path) -> list[pathlib.Path]:
@@ -42,11 +43,11 @@ def record_files(root: pathlib.Path) -> list[pathlib.Path]:
 def read(root: pathlib.Path) -> Recorded:
     """All records of a checkout."""
     cards = [records.read(path) for path in record_files(root)]
-    return Recorded(cards, _json_files(root / "results" / "vllm"), _json_files(root / "results" / "ranks"))
-
-
-def _json_files(folder: pathlib.Path) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    others = (
+        [json.loads(path.read_text(encoding="utf-8")) for path in sorted((root / "results" / folder).glob("*.json"))]
+        for folder in Recorded._fields[1:]
+    )
+    return Recorded(cards, *others)
 
 
 def _of_each_card(table: Callable[[Record], list[str]]) -> Callable[[Recorded], list[str]]:
@@ -54,7 +55,7 @@ def _of_each_card(table: Callable[[Record], list[str]]) -> Callable[[Recorded], 
 
     def render(found: Recorded) -> list[str]:
         made = [(record["card"], lines) for record in found.cards if (lines := table(record))]
-        titled = len(found.cards) > 1 and table is not run.run
+        titled = len(found.cards) > 1 and table is not tables.run
         return paragraphs(*(block for card, lines in made for block in ([f"{card}:"] if titled else [], lines)))
 
     return render
@@ -66,7 +67,7 @@ def _speeds(part: str) -> Callable[[Recorded], list[str]]:
 
 PARTS: dict[str, Callable[[Recorded], list[str]]] = {
     **{part: _speeds(part) for part in speeds.SPEEDS},
-    "run": _of_each_card(run.run),
+    "run": _of_each_card(tables.run),
     "mla": _of_each_card(tables.mla),
     "mla-formats": _of_each_card(tables.mla_formats),
     "mla-power": _of_each_card(tables.power),
@@ -85,6 +86,8 @@ PARTS: dict[str, Callable[[Recorded], list[str]]] = {
     "ranks": lambda found: paragraphs(*map(context_parallel_table.measured, found.ranks)),
     "ranks-speed": lambda found: context_parallel_table.speeds(found.ranks),
     "ranks-on-paper": lambda found: context_parallel_table.on_paper(),
+    "perplexity": lambda found: paragraphs(*map(perplexity.whole, found.accuracy)),
+    "perplexity-brief": lambda found: paragraphs(*map(perplexity.brief, found.accuracy)),
 }
 """What stands between the markers of each name."""
 

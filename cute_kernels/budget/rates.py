@@ -106,7 +106,7 @@ class Rates:
         return nbytes / (self.copy_gbps * 1e3)
 
 
-# One H200, 132 SMs, driver 580. `scripts/run_h800_bench.sh` measures all but the two nominal rates again, on any card;
+# One H200, 132 SMs, driver 580. `scripts/run_h800_bench.sh` measures clock, product, reads and copies of any card;
 # results/h200.jsonl has the ceilings of the card that it was recorded on: cards differ by 4%.
 H200 = Rates(
     card="NVIDIA H200",

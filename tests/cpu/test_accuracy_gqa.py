@@ -5,7 +5,6 @@ import pytest
 from bench import gqa_accuracy
 from bench.gqa_accuracy import KINDS, SETS
 from bench.report import markdown
-from scripts import accuracy_gqa
 
 SHARED = ("per_tensor", "per_head")
 TOKEN_SCALES = [name for name in KINDS if name not in SHARED]
@@ -13,13 +12,13 @@ TOKEN_SCALES = [name for name in KINDS if name not in SHARED]
 
 @pytest.fixture(scope="module")
 def found():
-    return {name: gqa_accuracy.errors(gqa_accuracy.draw(name)) for name in SETS}
+    return {name: gqa_accuracy.errors(name) for name in SETS}
 
 
 def test_the_page_is_up_to_date(found):
     fresh = gqa_accuracy.table(found)
-    _, recorded, _ = markdown.split(accuracy_gqa.PAGE.read_text(encoding="utf-8"), gqa_accuracy.BLOCK)
-    assert gqa_accuracy.same(recorded, fresh), f"run python scripts/accuracy_gqa.py; the table is now\n{fresh}"
+    _, recorded, _ = markdown.split(gqa_accuracy.PAGE.read_text(encoding="utf-8"), gqa_accuracy.BLOCK)
+    assert gqa_accuracy.same(recorded, fresh), f"run python -m bench.gqa_accuracy; the table is now\n{fresh}"
 
 
 @pytest.mark.parametrize("name", SETS)

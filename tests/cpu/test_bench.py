@@ -27,6 +27,7 @@ from bench import (
     records,
     run,
     sink,
+    timeline,
     timing,
     values,
 )
@@ -272,8 +273,8 @@ def test_a_replay_that_writes_nothing_or_too_late_is_found(monkeypatch: pytest.M
 
 
 @pytest.mark.anywhere
-def test_the_reader_compiles_within_its_budget() -> None:
-    spec = ceilings.StreamSpec()
+@pytest.mark.parametrize("spec", [ceilings.StreamSpec(), timeline.SPEC], ids=["reader", "traced decode"])
+def test_kernels_of_the_bench_compile_within_their_budgets(spec: Any) -> None:
     assert sass.report(spec).problems(spec.expected) == []
 
 

@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("transformers")
 
-from bench.perplexity import formats, job, models, page  # noqa: E402
+from bench.perplexity import formats, job, models  # noqa: E402
 from bench.perplexity.formats import GQA_FORMATS, GqaCache, LatentCache, Mismatch, Recorder  # noqa: E402
 from bench.progress import Progress  # noqa: E402
-from scripts import perplexity  # noqa: E402
+from bench.report import perplexity  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -68,11 +68,7 @@ def test_a_small_job_has_a_row_for_each_format() -> None:
     for entries in record["models"]["gqa"]["variants"].values():
         assert [entry["format"] for entry in entries] == [one.name for one in GQA_FORMATS]
         assert entries[1]["difference_percent"] == entries[1]["divergence"] == 0
-    assert len(page.table(record)) == 3 + len(GQA_FORMATS)
+    assert len(perplexity.table(record)) == 3 + len(GQA_FORMATS)
     assert job.joined(record, record) == record
     with pytest.raises(ValueError, match="another torch"):
         job.joined({**record, "torch": "0"}, record)
-
-
-def test_the_recorded_table_is_in_the_page() -> None:
-    assert perplexity.main(["--check"]) == 0

@@ -28,7 +28,7 @@ def test_every_part_has_a_page(root: Path) -> None:
 
 def shown(record: dict[str, Any], case: dict[str, Any]) -> list[str]:
     """The tables of one case alone."""
-    alone = pages.Recorded([{**record, "cases": [case]}], [], [])
+    alone = pages.Recorded([{**record, "cases": [case]}], [], [], [])
     parts = ("mla", "mla-formats", "gqa", "sink", "sink-routing", "append-merge")
     return ["\n".join(lines) for part in parts if (lines := pages.PARTS[part](alone))]
 
@@ -61,4 +61,4 @@ def test_every_named_case_of_the_tables_of_speeds_is_recorded(recorded: pages.Re
 )
 def test_markers_that_are_no_pair_are_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="needs|has no partner"):
-        pages.fill(text, pages.Recorded([], [], []))
+        pages.fill(text, pages.Recorded([], [], [], []))

@@ -1,45 +1,24 @@
-"""The tables of a record of perplexities, and the pages between whose markers they stand. Needs no torch."""
+"""Tables of the perplexity of small language models through each format of a cache: see scripts/perplexity.py."""
 
 from __future__ import annotations
 
-import json
-import pathlib
 from collections.abc import Mapping
 from typing import Any, Final
 
-from bench import jsonl
 from bench.report import markdown
 from fp8_mla.formats import FORMATS
 
-RECORD: Final = pathlib.Path("results", "accuracy", "perplexity.json")
-"""Not results/*.json: those are records of cards."""
+Record = Mapping[str, Any]
 REAL: Final = "smollm2"
 COLUMNS: Final = ("perplexity", "difference to bfloat16, %", "divergence")
 
 
-def read(path: pathlib.Path) -> dict[str, Any]:
-    """A record from its file.
-
-    Raises:
-        ValueError: it lacks what the table needs.
-    """
-    record = json.loads(path.read_text(encoding="utf-8"))
-    for name, model in record.get("models", {}).items():
-        formats = [[entry["format"] for entry in entries] for entries in model["variants"].values()]
-        if not formats or any(names != formats[0] for names in formats):
-            raise ValueError(f"{path.name}: {name} has other formats in one variant than in another")
-    if not record.get("models"):
-        raise ValueError(f"{path.name}: got no models, needs some")
-    return record
+def whole(record: Record) -> list[str]:
+    """The table and what the record is of."""
+    return [*table(record), "", *(f"- {fact}" for fact in facts(record))]
 
 
-def write(record: Mapping[str, Any], path: pathlib.Path) -> None:
-    """A record to its file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(jsonl.folded(record) + "\n", encoding="utf-8")
-
-
-def table(record: Mapping[str, Any]) -> list[str]:
+def table(record: Record) -> list[str]:
     """Lines of Markdown: a row for each format of each model, the variants next to each other."""
     models = record["models"]
     variants = list(next(iter(models.values()))["variants"])
@@ -53,7 +32,7 @@ def table(record: Mapping[str, Any]) -> list[str]:
     return markdown.table(header, rows)
 
 
-def brief(record: Mapping[str, Any]) -> list[str]:
+def brief(record: Record) -> list[str]:
     """Lines of Markdown: the formats of the real model and those of latents, without the perplexities themselves."""
     models = record["models"]
     variants = list(next(iter(models.values()))["variants"])
@@ -67,7 +46,7 @@ def brief(record: Mapping[str, Any]) -> list[str]:
     return markdown.table(header, rows)
 
 
-def _cells(entry: Mapping[str, Any]) -> list[str]:
+def _cells(entry: Record) -> list[str]:
     if entry["format"] == "bfloat16":
         return [f"{entry['perplexity']:.4f}", "0", "0"]
     difference = f"{_percent(entry['difference_percent'], sign='+')} ± {_percent(entry['standard_error'])}"
@@ -79,7 +58,7 @@ def _percent(value: float, sign: str = "") -> str:
     return f"{round(value, 3):{sign}g}"
 
 
-def facts(record: Mapping[str, Any]) -> list[str]:
+def facts(record: Record) -> list[str]:
     """Sentences on what the record is of."""
     text, training, models = record["text"], record["training"], record["models"]
     sources = ", ".join(f"{name} {count:,}" for name, count in text["characters"].items())
@@ -105,16 +84,3 @@ def facts(record: Mapping[str, Any]) -> list[str]:
         f"Trained here, {training['steps']} steps of {training['batch']} x {training['context']} bytes: {losses}.",
         "Attention is held to the ops over the same cache, to a unit in the last place of bfloat16.",
     ]
-
-
-def filled(root: pathlib.Path) -> dict[pathlib.Path, str]:
-    """Both pages of a checkout with the tables of its record between their marks; raises as `markdown.fill`."""
-    record = read(root / RECORD)
-    blocks = {
-        root / "docs" / "users" / "accuracy.md": ("perplexity-brief", brief(record)),
-        root / "results" / "README.md": ("perplexity", [*table(record), "", *(f"- {fact}" for fact in facts(record))]),
-    }
-    return {
-        page: markdown.fill(page.read_text(encoding="utf-8"), name, "\n".join(lines))
-        for page, (name, lines) in blocks.items()
-    }

@@ -18,13 +18,14 @@ PAGE = 16
 
 def run(kind: str, options: dict[str, Any], messages: Messages) -> None:
     """A job, in a process of its own."""
-    from bench import vllm_engine, vllm_mla
+    from bench import vllm_engine, vllm_mla, vllm_v4
 
     vllm_engine.set_environment()
     jobs = {
         "probe": probe, "warm": warm, "train": train, "serve": vllm_engine.serve, "measure": vllm_engine.measure,
-        "first": vllm_engine.first_tokens, "mla-train": vllm_mla.train, "mla-serve": vllm_mla.serve,
-        "mla-steps": vllm_mla.steps,
+        "first": vllm_engine.first_tokens, "sparse": sparse, "prompts": prompts,
+        "mla-train": vllm_mla.train, "mla-serve": vllm_mla.serve, "mla-steps": vllm_mla.steps,
+        "v4-ahead": vllm_v4.compile_ahead,
     }  # fmt: skip
     jobs[kind](options, messages)
 
@@ -46,7 +47,7 @@ def warm_calls(parts: list[str], max_tokens: int) -> list[tuple[Any, tuple[int, 
     """What engines and layers will ask for: shapes, batch sizes, query tokens."""
     import torch
 
-    from bench import vllm_mla, vllm_models
+    from bench import vllm_kernels, vllm_mla, vllm_models
     from cute_kernels.integrations.vllm.calls import GqaCalls
     from cute_kernels.warm import IndexShape, MlaShape
     from tests.kit import tiny_models
@@ -65,6 +66,12 @@ def warm_calls(parts: list[str], max_tokens: int) -> list[tuple[Any, tuple[int, 
                 layer = GqaCalls(heads, kv_heads, d, d**-0.5, cache, window=window, flash=_prompts_are_vllms)
                 for shape in layer.shapes(torch.bfloat16, PAGE, longest):
                     wanted.append((shape, tuple(range(1, batch + 1)), (1,)))
+    if "sparse" in parts:
+        for heads in vllm_kernels.MLA_HEADS:
+            shape = MlaShape(heads, vllm_kernels.MLA_TOPK, append=False)
+            tokens = vllm_kernels.MLA_QUERY_TOKENS
+            wanted.append((shape, tuple(n * tokens for n in vllm_kernels.MLA_REQUESTS), (1,)))
+            wanted.append((shape, vllm_kernels.MLA_REQUESTS, (tokens,)))
     if {"mla-tokens", "mla-steps"} & set(parts):
         for heads in {model.heads for model in vllm_mla.MODELS.values()}:
             shape = MlaShape(heads, vllm_mla.TOPK, append=False)
@@ -137,3 +144,24 @@ def of_transformers(model: Any, prompts: list[list[int]]) -> dict[str, int]:
             right = [vllm_models.counted_on(prompt, REFERENCE_TOKENS) for prompt in some]
             wrong[kind] += sum(a != b for a, b in zip(found, right, strict=True))
     return wrong
+
+
+# ---- layers without an engine
+
+
+def sparse(options: dict[str, Any], messages: Messages) -> None:
+    """Sends "case" for each number of heads and requests."""
+    from bench import vllm_kernels
+
+    messages.wait_for_card()
+    for case in vllm_kernels.sparse_mla():
+        messages.send("case", case)
+
+
+def prompts(options: dict[str, Any], messages: Messages) -> None:
+    """Sends "case" for each size of prompts."""
+    from bench import vllm_kernels
+
+    messages.wait_for_card()
+    for case in vllm_kernels.prompts():
+        messages.send("case", case)

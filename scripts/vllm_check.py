@@ -13,8 +13,10 @@ Parts, each of which adds to the file what it finds as soon as it has it:
     first    time to the first token of prompts, by the same backends
     mla-tokens  small DeepSeek-V3.2 and GLM-5: with our plugin and without it, eager and in graphs, every token is the
              same but for near ties, and transformers' below the top-k; prompts of 1 to 4,000 tokens in parts, prefix
-             caching, a draft token. `--models v4-64` has DeepSeek-V4 instead, whose kernels vLLM compiles for minutes
+             caching, a draft token. `--models v4-64` has DeepSeek-V4 instead
     mla-steps   a decoding step of DeepSeek-V3.2's shapes, with our plugin and without it, and the shares of kernels
+    sparse   sparse MLA: FlashMLA's time and ours, by vLLM's own forward
+    prompts  attention of prompts, fresh ones and those with tokens in the cache: ours, vLLM's, sink_attention
 
 Every engine is a process. Those of `tokens` run at the same time; those that are timed start at the same time, and
 measure alone. Logs are in build/vllm_check/. Exit status 1 when something failed, is wrong or was left out. Needs vLLM
@@ -51,7 +53,7 @@ BACKENDS = {
     "flash-fp8": ("FLASH_ATTN", "fp8"),
     "triton-fp8": ("TRITON_ATTN", "fp8"),
 }
-PARTS = ("mla-tokens", "mla-steps", "tokens", "speed", "first", "warm")
+PARTS = ("mla-tokens", "mla-steps", "tokens", "speed", "first", "sparse", "prompts", "warm")
 BATCHES, CONTEXTS, LAYERS = (1, 16, 64), (8192, 32768, 1024), 4
 ROOM = 128  # tokens of a timed request after its prompt
 TOKENS = 512
@@ -108,6 +110,10 @@ def jobs(options: argparse.Namespace, folder: pathlib.Path, probed: bool = True)
         found += [speed_job(name, options, folder, longest) for name in options.backends]
     if "first" in options.parts:
         found += [first_job(name, options, folder) for name in options.backends]
+    if "sparse" in options.parts:
+        found.append(Job("sparse", "sparse", {}, 1, ("card",), gigabytes=8, seconds=90, least=15))
+    if "prompts" in options.parts:
+        found.append(Job("prompts", "prompts", {}, 1, ("card",), gigabytes=8, seconds=60, least=15))
     return found
 
 
@@ -153,6 +159,8 @@ def mla_jobs(options: argparse.Namespace, folder: pathlib.Path) -> list[Job]:
         for model in models
         if model != vllm_mla.V4
     ]
+    if vllm_mla.V4 in models:  # 16 contexts of CUDA
+        found.append(Job("v4-ahead", "v4-ahead", {}, 2, ("card",), gigabytes=12, seconds=150, least=60, fresh=True))
     for model in models:
         choices = str(folder / model / "choices.pickle")
         for way in WAYS_OF_MLA if model != vllm_mla.V4 else WAYS_OF_V4:
@@ -182,12 +190,13 @@ def mla_jobs(options: argparse.Namespace, folder: pathlib.Path) -> list[Job]:
                 given["keeps"] = choices
             elif way == "ours-eager" and model == vllm_mla.V4:
                 given["shadow"] = "attention"
-            phase, gigabytes, seconds = 0, 4, 180
+            phase, gigabytes = 0, 4
             if model == vllm_mla.V4:
                 engine |= {"load_format": "dummy", "block_size": None, "kv_cache_memory_bytes": 4 << 30}
                 given |= {"truth": str(folder / model / "truth.json"), "first": way == WAYS_OF_V4[0]}
-                needs, phase, gigabytes, seconds = needs[: 1 if given["first"] else 2], 2, 14, 900
-            found.append(Job(f"{model}-{way}", "mla-serve", given, phase, needs, gigabytes, seconds, 30))
+                needs, phase, gigabytes = needs[: 1 if given["first"] else 2], 2, 14
+                needs += ("v4-ahead over",)
+            found.append(Job(f"{model}-{way}", "mla-serve", given, phase, needs, gigabytes, 180, 30))
     return sorted(found, key=lambda job: job.name.endswith("drafts"))
 
 
@@ -257,12 +266,20 @@ def first_job(name: str, options: argparse.Namespace, folder: pathlib.Path) -> J
 # ---- what they find
 
 
-PLACES = {
+GROUPS = {
     "serve": ("tokens", "engines"), "measure": ("speed", "backends"), "first": ("first", "backends"),
     "mla-steps": ("mla-steps", "backends"), "mla-train": ("mla-tokens", "engines"),
     "mla-serve": ("mla-tokens", "engines"),
 }  # fmt: skip
-"""Where the file has what a kind of jobs finds; that of all others is in "others"."""
+"""Where the file has what jobs of a kind find, each under its name or its backend's."""
+LAYERS_ALONE = ("sparse", "prompts")
+
+
+def place_of(job: Job) -> tuple[str, ...]:
+    """Where the file has what a job finds: keys, from the outside in."""
+    if job.kind in LAYERS_ALONE:
+        return (job.kind,)
+    return (*GROUPS.get(job.kind, ("others",)), job.options.get("backend", job.name))
 
 
 class Report:
@@ -282,7 +299,7 @@ class Report:
     def receive(self, job: Job, event: str, data: Any) -> None:
         """An event of a job."""
         place = self.found
-        for name in (*PLACES.get(job.kind, ("others",)), job.options.get("backend", job.name)):
+        for name in place_of(job):
             place = place.setdefault(name, {})
         if event == "started":
             place.clear()
@@ -362,12 +379,18 @@ def failures(found: dict[str, Any]) -> list[str]:
         wrong += [f"transformers, {name}, {kind}: {n} requests" for kind, n in counts.items() if n]
     for name, model in found.get("mla-tokens", {}).get("models", {}).items():
         wrong += [f"mla-tokens, {name}: {in_words(case)}" for case in model["cases"] if case["wrong"]]
-    for part, group in dict.fromkeys(PLACES.values()):
+    for part, group in dict.fromkeys(GROUPS.values()):
         for name, place in found.get(part, {}).get(group, {}).items():
             if not place.get("done"):
                 wrong.append(f"{part}, {name}: {len(place.get('cases', ()))} cases, not done")
-            elif any(place.get("wrong_requests", ())):
-                wrong.append(f"{part}, {name}: wrong requests {place['wrong_requests']}")
+            elif part == "tokens" and place.get("wrong_requests") != [0, 0, 0]:
+                wrong.append(f"{part}, {name}: wrong requests {place.get('wrong_requests', 'unknown')}")
+    for part in LAYERS_ALONE:
+        place = found.get(part, {})
+        wrong += [f"{part}: {place['failed'][-300:]}"] if "failed" in place else []
+    for case in found.get("sparse", {}).get("cases", []):
+        if not isinstance(case["ours_us"], float) or case.get("difference", 0) >= 0.01:
+            wrong.append(f"sparse: {in_words(case)}")
     return wrong
 
 

@@ -130,7 +130,9 @@ def test_kernels_of_attention_are_told_from_appends() -> None:
 
 
 def test_the_file_holds_each_result_at_once_and_says_what_is_wrong(tmp_path: Path) -> None:
-    options = vllm_check.parser().parse_args(["--parts", "tokens,speed,first", "--backends", "cute-int8,flash-bf16"])
+    options = vllm_check.parser().parse_args(
+        ["--parts", "tokens,speed,first,sparse", "--backends", "cute-int8,flash-bf16"]
+    )
     out = tmp_path / "found.json"
     report = vllm_check.Report(out, options)
     jobs = {job.name: job for job in vllm_check.jobs(options, tmp_path)}
@@ -153,6 +155,7 @@ def test_the_file_holds_each_result_at_once_and_says_what_is_wrong(tmp_path: Pat
         report.receive(jobs["first-cute-int8"], "case", case)
     report.receive(jobs["first-cute-int8"], "done", None)
     report.receive(jobs["flash-bf16"], "failed", "no engine")
+    report.receive(jobs["sparse"], "case", {"heads": 8, "ours_us": 20.0, "flashmla_us": 40.0, "difference": 0.02})
     found = json.loads(out.read_text())
     assert found["card"] == "NVIDIA H200"
     assert found["speed"]["backends"]["cute-int8"]["cases"] == [{"context": 8192, "batch": 1, "ms": 1.0, "gpu_ms": 0.5}]
@@ -161,7 +164,7 @@ def test_the_file_holds_each_result_at_once_and_says_what_is_wrong(tmp_path: Pat
     assert first == {"cute-int8": {"cases": [{"requests": 4, "tokens": 8192, "ms": 90.0}], "done": True}}
     wrong = report.end({"first-flash-bf16": "needs 25 s, 3 s were left"})
     assert [line.split(":")[0] for line in wrong] == [
-        "first-flash-bf16", f"tokens, {name}", "speed, cute-int8", "speed, flash-bf16",
+        "first-flash-bf16", f"tokens, {name}", "speed, cute-int8", "speed, flash-bf16", "sparse",
     ]  # fmt: skip
     assert json.loads(out.read_text())["wrong"] == wrong
 

@@ -7,16 +7,26 @@ An engine that is given the choices of the other has no such excuse.
 
 from __future__ import annotations
 
+import importlib
 import pathlib
 import pickle
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-MODULE: Final = "Indexer"
-"""Class of vLLM's module that fills a layer's `topk_indices_buffer`, rows of positions in a request, -1 behind them."""
+MODULES: Final = ("Indexer", "DeepseekV32Indexer")
+"""Classes of vLLM's modules that fill a layer's `topk_indices_buffer`, rows of positions in a request, -1 behind them.
+
+The first one of 0.26, whose modules are called. In 0.33 the attention of `CALLER` calls `CHOOSES` in their place.
+"""
+CALLER: Final = "vllm.models.deepseek_v32.attention"
+CHOOSES: Final = "sparse_attn_indexer"
 NAMED_BY: Final = 64
 """The first tokens of a prompt, which tell requests apart."""
 
-Chosen = dict[tuple[str, int, tuple[int, ...]], Any]
+Request = tuple[int, ...]
+Steps = Callable[[], Iterable[tuple[Request, int, int, int]]]
+"""Of each request of a step: its name, the position of its first token, and its first and last row of the buffer."""
+Chosen = dict[tuple[str, int, Request], Any]
 """By layer, position and request: the positions of the keys, ascending int32."""
 
 
@@ -30,8 +40,8 @@ def keep(worker: Any, beyond: int) -> None:
     found: Chosen = {}
     worker.chosen, worker.settled = found, {}
 
-    def hook(module: Any, *_: Any) -> None:
-        for key, row in _rows(worker.model_runner, module, beyond):
+    def hook(module: Any, steps: Steps) -> None:
+        for key, row in _rows(steps, module, beyond):
             if key[1] > worker.settled.get(key[2], -1):
                 found[key] = row.sort().values.cpu()
             else:
@@ -51,8 +61,8 @@ def take(worker: Any, file: str, beyond: int) -> None:
     given: Chosen = pickle.loads(pathlib.Path(file).read_bytes())
     worker.taken = 0
 
-    def hook(module: Any, *_: Any) -> None:
-        for key, row in _rows(worker.model_runner, module, beyond):
+    def hook(module: Any, steps: Steps) -> None:
+        for key, row in _rows(steps, module, beyond):
             row.copy_(given[key])
             worker.taken += 1
 
@@ -71,20 +81,63 @@ def taken(worker: Any) -> int:
     return count
 
 
-def _hook(worker: Any, hook: Any) -> None:
-    modules = [m for m in worker.model_runner.get_model().modules() if type(m).__name__ == MODULE]
+def _hook(worker: Any, hook: Callable[[Any, Steps], None]) -> None:
+    """Lets `hook` be called after each choice of each layer, with the module and the step."""
+    runner = worker.model_runner
+    modules = [m for m in runner.get_model().modules() if type(m).__name__ in MODULES]
     if not modules:
-        raise RuntimeError(f"the model has no {MODULE}")
-    for module in modules:
-        module.register_forward_hook(hook)
+        raise RuntimeError(f"the model has no {' or '.join(MODULES)}")
+    if type(modules[0]).__name__ == MODULES[0]:
+        for module in modules:
+            module.register_forward_hook(lambda module, *_: hook(module, lambda: _steps_of_first_runner(runner)))
+        return
+    caches, steps = {module.k_cache.prefix: module for module in modules}, _steps_of_second_runner(runner)
+    caller = importlib.import_module(CALLER)
+    original = getattr(caller, CHOOSES)
+
+    def choose(hidden: Any, prefix: str, *arguments: Any, **more: Any) -> Any:
+        result = original(hidden, prefix, *arguments, **more)
+        hook(caches[prefix], steps)
+        return result
+
+    setattr(caller, CHOOSES, choose)
 
 
-def _rows(runner: Any, module: Any, beyond: int) -> list[tuple[tuple[str, int, tuple[int, ...]], Any]]:
-    """The key of `Chosen` and the row of the buffer of each token of a step at a position from `beyond` on."""
-    batch, starts, found = runner.input_batch, runner.query_start_loc.np, []
+def _steps_of_first_runner(runner: Any) -> Iterable[tuple[Request, int, int, int]]:
+    batch, starts = runner.input_batch, runner.query_start_loc.np
     for i, name in enumerate(batch.req_ids):
         request = tuple(runner.requests[name].prompt_token_ids[:NAMED_BY])
-        first, begin = int(batch.num_computed_tokens_cpu[i]), int(starts[i])
-        for j in range(max(0, beyond - first), int(starts[i + 1]) - begin):
+        yield request, int(batch.num_computed_tokens_cpu[i]), int(starts[i]), int(starts[i + 1])
+
+
+def _steps_of_second_runner(runner: Any) -> Steps:
+    """From now on what the runner hands from method to method is looked at."""
+    add, prepare = runner.add_requests, runner.prepare_inputs
+    requests, batches = dict[str, Request](), list[Any]()
+
+    def add_requests(scheduled: Any) -> None:
+        for new in scheduled.scheduled_new_reqs:
+            requests[new.req_id] = tuple(new.prompt_token_ids[:NAMED_BY])
+        add(scheduled)
+
+    def prepare_inputs(*arguments: Any, **more: Any) -> Any:
+        batches[:] = [prepare(*arguments, **more)]
+        return batches[0]
+
+    def steps() -> Iterable[tuple[Request, int, int, int]]:
+        (batch,) = batches
+        starts = batch.query_start_loc_np
+        for i, name in enumerate(batch.req_ids):
+            yield requests[name], int(batch.num_computed_tokens_np[i]), int(starts[i]), int(starts[i + 1])
+
+    runner.add_requests, runner.prepare_inputs = add_requests, prepare_inputs
+    return steps
+
+
+def _rows(steps: Steps, module: Any, beyond: int) -> list[tuple[tuple[str, int, Request], Any]]:
+    """The key of `Chosen` and the row of the buffer of each token of a step at a position from `beyond` on."""
+    found = []
+    for request, first, begin, end in steps():
+        for j in range(max(0, beyond - first), end - begin):
             found.append(((module.prefix, first + j, request), module.topk_indices_buffer[begin + j]))
     return found

@@ -72,13 +72,15 @@ def prepare(plugin: bool = True, untested: bool = False) -> None:
         cute_vllm.register(untested)
     else:
         os.environ["VLLM_PLUGINS"] = ""
-    # compiles CuTe DSL kernels for routers of other models, and imports quack
-    if hasattr(kernel_warmup, "_warmup_ll_bf16_router_gemm"):
-        kernel_warmup._warmup_ll_bf16_router_gemm = lambda: None
-    # imports another model, and torchvision with it
-    other: Any = types.ModuleType("vllm.model_executor.warmup.minimax_m3_msa_warmup")
-    other.minimax_m3_msa_warmup = lambda worker: None
-    sys.modules[other.__name__] = other
+    # compiles CuTe DSL kernels for routers of other models, and imports quack; 0.33's imports torchvision
+    for name in ("_warmup_ll_bf16_router_gemm", "qwen_vl_triton_warmup"):
+        if hasattr(kernel_warmup, name):
+            setattr(kernel_warmup, name, lambda *arguments: None)
+    # these import other models, and torchvision with them
+    for name in ("minimax_m3_msa_warmup", "step5_dsa_warmup"):
+        other: Any = types.ModuleType(f"vllm.model_executor.warmup.{name}")
+        setattr(other, name, lambda worker: None)
+        sys.modules[other.__name__] = other
     finish_dummy_weights()
     # looks at a model's class in another interpreter, which imports vLLM again
     registry._run_in_subprocess = lambda function: function()

@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -156,30 +156,70 @@ class Indexer(torch.nn.Module):
         return self.topk_indices_buffer.copy_(torch.rand(len(self.topk_indices_buffer), 9).argsort(-1)[:, :4])
 
 
-def test_choices_are_kept_and_given_by_request_and_position(tmp_path: Path) -> None:
-    def worker(names: list[str], computed: list[int], starts: list[int]) -> Any:
-        model = Indexer(starts[-1])
-        requests = {name: SimpleNamespace(prompt_token_ids=[ord(name)]) for name in "ab"}
-        batch = SimpleNamespace(req_ids=names, num_computed_tokens_cpu=np.array(computed))
-        loc = SimpleNamespace(np=np.array(starts))
-        runner = SimpleNamespace(get_model=lambda: model, requests=requests, input_batch=batch, query_start_loc=loc)
-        return SimpleNamespace(model_runner=runner)
+class DeepseekV32Indexer(Indexer):
+    """Of vLLM 0.33, which calls a function in its place."""
 
+    k_cache = SimpleNamespace(prefix="layer.k_cache")
+
+
+Step = tuple[list[str], list[int], list[int]]
+"""Names of requests, how many of their tokens are computed, and their first rows."""
+
+
+def first_runner(step: Step) -> tuple[Any, Any]:
+    """A worker of vLLM 0.26, and what runs its step."""
+    names, computed, starts = step
+    model = Indexer(starts[-1])
+    requests = {name: SimpleNamespace(prompt_token_ids=[ord(name)]) for name in "ab"}
+    batch = SimpleNamespace(req_ids=names, num_computed_tokens_cpu=np.array(computed))
+    loc = SimpleNamespace(np=np.array(starts))
+    runner = SimpleNamespace(get_model=lambda: model, requests=requests, input_batch=batch, query_start_loc=loc)
+    return SimpleNamespace(model_runner=runner), model
+
+
+def second_runner(step: Step) -> tuple[Any, Any]:
+    """A worker of vLLM 0.33, and what runs its step."""
+    names, computed, starts = step
+    model = DeepseekV32Indexer(starts[-1])
+    caller = sys.modules[vllm_choices.CALLER]
+    caller.sparse_attn_indexer = lambda hidden, prefix, buffer: model()  # type: ignore[attr-defined]
+    batch = SimpleNamespace(
+        req_ids=names, num_computed_tokens_np=np.array(computed), query_start_loc_np=np.array([*starts, starts[-1]])
+    )
+    added: list[Any] = []
+    runner = SimpleNamespace(
+        get_model=lambda: torch.nn.ModuleList([model]), add_requests=added.append, prepare_inputs=lambda step: batch
+    )
+
+    def run() -> torch.Tensor:
+        new = [SimpleNamespace(req_id=name, prompt_token_ids=[ord(name)]) for name in names]
+        runner.add_requests(SimpleNamespace(scheduled_new_reqs=new))
+        assert runner.prepare_inputs(step) is batch and added
+        caller.sparse_attn_indexer(None, "layer.k_cache", model.topk_indices_buffer)
+        return model.topk_indices_buffer
+
+    return SimpleNamespace(model_runner=runner), run
+
+
+@pytest.mark.parametrize("made", [first_runner, second_runner])
+def test_choices_are_kept_and_given_by_request_and_position(
+    made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, vllm_choices.CALLER, ModuleType(vllm_choices.CALLER))
     file = str(tmp_path / "choices")
-    first = worker(["a", "b"], [5, 8], [0, 3, 5])
+    first, run = made((["a", "b"], [5, 8], [0, 3, 5]))
     vllm_choices.keep(first, 6)
-    model = first.model_runner.get_model()
-    kept = model().clone().sort(-1).values
+    kept = run().clone().sort(-1).values
     vllm_choices.settle(first, [ord("b")], 9)
-    model()
+    newer = run()
     assert not torch.equal(first.chosen["layer", 6, (ord("a"),)], kept[1]), "a newer choice replaces it"
     assert torch.equal(first.chosen["layer", 8, (ord("b"),)], kept[3]), "b's are settled"
-    assert torch.equal(model.topk_indices_buffer[3:], kept[3:]), "what is computed again sees the same keys"
-    kept[:3] = model.topk_indices_buffer[:3].sort(-1).values
+    assert torch.equal(newer[3:], kept[3:]), "what is computed again sees the same keys"
+    kept[:3] = newer[:3].sort(-1).values
     assert vllm_choices.write(first, file) == 4, "a's position 5 is not beyond"
-    second = worker(["b", "a"], [8, 5], [0, 2, 5])
+    second, run = made((["b", "a"], [8, 5], [0, 2, 5]))
     vllm_choices.take(second, file, 6)
-    got = second.model_runner.get_model()()
+    got = run()
     assert vllm_choices.taken(second) == 4
     assert torch.equal(got[[0, 1, 3, 4]], kept[[3, 4, 1, 2]])
     with pytest.raises(RuntimeError, match="no Indexer"):

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 from cute_kernels import gqa_decode, kv_int8_append, merge_states, mla_fp8_append, mla_fp8_decode, sink_attention
 from cute_kernels.compat.flash_mla import flash_mla_with_kvcache
+from cute_kernels.runtime.checks import check_tensor, require
 from tests.kit import gradients
 from tests.kit.bad_input import ERROR, TABLES
 
@@ -68,6 +69,15 @@ def test_a_device_that_is_no_sm90_is_named(name: str) -> None:
         error = TABLES[name].refusal("everything on another device", "cpu")
         assert isinstance(error, ValueError)
         assert "got a tensor on meta; needs an SM90 GPU" in str(error)
+
+
+def test_checks_that_pass_format_nothing() -> None:
+    class Loud:
+        def __str__(self) -> str:
+            raise AssertionError("formatted")
+
+    require(True, "x", Loud(), Loud())
+    check_tensor("scale", torch.ones(()), ndim=0, align=4, unit_last_stride=True)  # it has no rows
 
 
 def test_both_kinds_of_states_that_cannot_be_viewed() -> None:

@@ -41,6 +41,12 @@ def test_what_is_written_has_a_mark(name: str) -> None:
     assert len(set(names)) == len(names), "no two may be the same memory"
 
 
+@pytest.mark.parametrize("name", OPERATORS)
+def test_registered_for_both_devices(name: str) -> None:
+    keys = ("CPU", "CUDA")
+    assert all(torch._C._dispatch_has_kernel_for_dispatch_key(f"cute_kernels::{name}", key) for key in keys)
+
+
 @pytest.mark.parametrize(("name", "table"), CASES)
 def test_nothing_without_a_mark_is_written(name: str, table: str) -> None:
     """Outputs hold NaN or 7 before the call, so that one without a mark would be seen to change."""

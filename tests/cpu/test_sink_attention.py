@@ -162,6 +162,14 @@ def test_second_derivatives_are_refused():
         dq.sum().backward()
 
 
+def test_only_calls_with_gradients_go_through_torchs_dispatcher():
+    for grad, enabled in ((True, True), (True, False), (False, True)):
+        with torch.set_grad_enabled(enabled), torch.profiler.profile() as profile:
+            sink_attention(**inputs(grad=grad))
+        events = {event.key for event in profile.key_averages()}
+        assert any("cute_kernels::sink_attention" in event for event in events) == (grad and enabled)
+
+
 # ---- torch.compile, autocast, checkpointing
 
 

@@ -15,8 +15,6 @@ import torch
 
 import cute_kernels
 from bench import (
-    budget,
-    card,
     cases,
     ceilings,
     gqa,
@@ -269,29 +267,10 @@ def test_a_replay_that_writes_nothing_or_too_late_is_found(monkeypatch: pytest.M
     assert "poison" not in str(found.value)
 
 
-# ---- ceilings
+# ---- kernels that measure a card
 
 
 @pytest.mark.anywhere
 @pytest.mark.parametrize("spec", [ceilings.StreamSpec(), timeline.SPEC], ids=["reader", "traced decode"])
 def test_kernels_of_the_bench_compile_within_their_budgets(spec: Any) -> None:
     assert sass.report(spec).problems(spec.expected) == []
-
-
-def test_a_reader_that_leaves_words_out_is_no_ceiling() -> None:
-    data = torch.rand(4096 * 5 + 3, dtype=torch.float32)
-
-    def kernel(tiles: torch.Tensor, sums: torch.Tensor) -> None:
-        sums[0, 0] = tiles[:number].sum(dtype=torch.int64).to(torch.int32)
-
-    number = 5
-    ceilings.reader_call(data, kernel)
-    number = 4
-    with pytest.raises(ValueError, match="the words add up to"):
-        ceilings.reader_call(data, kernel)
-
-
-def test_a_case_without_a_time_gets_none_by_its_prediction() -> None:
-    found = budget.predict_mla(budget.LONG)
-    assert card.with_prediction({"op": MLA, "failed": "off"}, found) == {"op": MLA, "failed": "off"}
-    assert card.with_prediction({"us": found.us}, found)["model_error"] == 0

@@ -9,7 +9,7 @@ import pytest
 
 from bench import cases, kernels_run, records
 from scripts import gpu_check
-from tests.cpu.test_records import CASE, RECORD
+from tests.cpu.test_records import RECORD
 
 GOOD = '<testsuites><testsuite tests="5" failures="0" errors="0" skipped="1"/></testsuites>'
 BAD = '<testsuites><testsuite tests="5" failures="1" errors="1" skipped="0"/></testsuites>'
@@ -71,14 +71,6 @@ def test_whatever_is_lacking_is_said_and_ends_with_status_1(
     assert gpu_check.finish(record, tmp_path / "bad.jsonl") == 1
     assert said in capsys.readouterr().out
     assert records.read(tmp_path / "bad.jsonl")["date"] == "some", "it is recorded all the same"
-
-
-def test_parts_become_one_record(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    records.write(RECORD, tmp_path / "a.jsonl")
-    records.write({**RECORD, "cases": [{**CASE, "batch": 9}]}, tmp_path / "b.jsonl")
-    parts = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
-    assert gpu_check.main(["--merge", *parts, "--out", str(tmp_path / "c.jsonl")]) == 0
-    assert [case["batch"] for case in records.read(tmp_path / "c.jsonl")["cases"]] == [2, 9]
 
 
 def test_kernels_of_a_section_are_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from bench.perplexity import formats, job, models  # noqa: E402
+from bench.perplexity import formats  # noqa: E402
 from bench.perplexity.formats import GQA_FORMATS, GqaCache, LatentCache, Mismatch, Recorder  # noqa: E402
-from bench.progress import Progress  # noqa: E402
-from bench.report import perplexity  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -51,24 +49,3 @@ def test_latent_attention_through_a_cache_is_the_op(name: str, d: int, monkeypat
     monkeypatch.setattr(formats, "mla_fp8_decode", lambda *args, **options: real(*args, **options) * float("nan"))
     with pytest.raises(Mismatch, match=name):
         attend(q, k, k[..., :512], d**-0.5)
-
-
-@pytest.mark.parametrize("name", models.MODELS)
-def test_outlier_channels_change_keys_and_not_the_function(name: str) -> None:
-    model, tokens = models.build(name, 0), torch.arange(40).view(1, 40)
-    before = models.logits(model, tokens)
-    models.add_outliers(model)
-    assert torch.allclose(models.logits(model, tokens), before, atol=1e-5)
-
-
-def test_a_small_job_has_a_row_for_each_format() -> None:
-    few = job.Measuring(windows=2, length=20, calibration=1)
-    sizes = job.Sizes(models.Training(steps=2, batch=1, context=16, warmup=1), of_trained=few)
-    record = job.run(("gqa",), sizes, Progress())
-    for entries in record["models"]["gqa"]["variants"].values():
-        assert [entry["format"] for entry in entries] == [one.name for one in GQA_FORMATS]
-        assert entries[1]["difference_percent"] == entries[1]["divergence"] == 0
-    assert len(perplexity.table(record)) == 3 + len(GQA_FORMATS)
-    assert job.joined(record, record) == record
-    with pytest.raises(ValueError, match="another torch"):
-        job.joined({**record, "torch": "0"}, record)

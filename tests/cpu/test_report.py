@@ -54,11 +54,3 @@ def test_every_named_case_of_the_tables_of_speeds_is_recorded(recorded: pages.Re
     record = recorded.cards[0]
     missing = [key for keys in speeds.SPEEDS.values() for key in keys if speeds.find(record, key) is None]
     assert not missing
-
-
-@pytest.mark.parametrize(
-    "text", ["no marker", "<!-- results:mla:begin -->", "<!-- results:none:begin --><!-- results:none:end -->"]
-)
-def test_markers_that_are_no_pair_are_an_error(text: str) -> None:
-    with pytest.raises(ValueError, match="needs|has no partner"):
-        pages.fill(text, pages.Recorded([], [], [], []))

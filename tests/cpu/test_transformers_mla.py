@@ -1,6 +1,5 @@
 """`attn_implementation="cute_mla"` and `CuteMlaCache`: the same tokens as eager attention over the same FP8 latents."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -127,17 +126,6 @@ def test_a_mask_of_the_caller(additive: bool, said: list[str]) -> None:
     assert typical(found, expected) < TYPICAL and said == []
     causal = forward(model, "cute_mla", ids, past_key_values=cute.CuteMlaCache(model.config))
     assert typical(causal, expected) > 10 * TYPICAL
-
-
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 4}], ids=str)
-@pytest.mark.parametrize("name", MODELS)
-def test_beams_and_speculation(name: str, options: dict[str, Any], said: list[str], calls: dict[str, int]) -> None:
-    """Beams reorder the cache, and tokens that were guessed wrong are cropped."""
-    model, ids = tiny_models.trained(name), tiny_models.sequences(24, 1, 20)
-    expected, _ = eager(name, model, ids, **options)
-    found, _ = generate(model, "cute_mla", ids, cute.CuteMlaCache(model.config), **options)
-    assert torch.equal(found, expected) and said == []
-    assert calls["reorder_cache" if "num_beams" in options else "crop"] > 0
 
 
 def test_turns_of_a_conversation(said: list[str]) -> None:
@@ -363,18 +351,6 @@ def test_dropout_runs_in_plain_torch(said: list[str]) -> None:
     assert {*said} == {"dropout 0.5: there is none in the kernel"}
     assert not torch.equal(outs[0], outs[1])
     assert distance(outs.float().mean(0), whole.float()) < 0.3
-
-
-def test_a_warning_comes_once() -> None:
-    transformers_cache.say_once.cache_clear()
-    model, ids = tiny_models.trained("deepseek_v32"), tiny_models.sequences(3, 2, 20)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        generate(model, "cute_mla", ids)
-    assert [str(w.message) for w in seen if w.category is UserWarning and "cute" in str(w.message)] == [
-        '"cute_mla" attention runs in plain torch for another cache than CuteMlaCache, or none: the kernel reads'
-        " 656-byte tokens"
-    ]
 
 
 # ---- what is refused

@@ -85,11 +85,21 @@ def test_a_vllm_with_another_registry_starts(
 def test_tested_versions_need_no_flag(
     version: str, places: Any, changed: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Registering twice is registering once."""
     monkeypatch.setattr(sys.modules["vllm"], "__version__", version)
-    cute_vllm.register()
+    for _ in range(2):
+        cute_vllm.register()
     assert places.CUSTOM.path == cute_vllm.GQA_BACKEND
     assert places.FLASHMLA_SPARSE.path == cute_vllm.SPARSE_MLA_BACKEND
-    assert changed == [v4.CHANGES] and lines(caplog) == []
+    assert changed == [v4.CHANGES] * 2 and lines(caplog) == []
+
+
+def test_the_backend_of_another_plugin_stays(places: Any, changed: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    places.CUSTOM.path = "another.Backend"
+    cute_vllm.register()
+    assert places.CUSTOM.path == "another.Backend"
+    assert places.FLASHMLA_SPARSE.path == cute_vllm.SPARSE_MLA_BACKEND
+    assert lines(caplog) == ["cute-kernels: attention backend CUSTOM is another.Backend already, not ours"]
 
 
 @pytest.mark.parametrize("version", ["0.27.0", "0.3.3", "1.26.0", "dev", None])

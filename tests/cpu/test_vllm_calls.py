@@ -1,10 +1,5 @@
 """What vLLM's tensors become as arguments of our operators; needs no vLLM."""
 
-import importlib
-import inspect
-import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,18 +10,13 @@ import torch
 
 import fp8_mla
 from cute_kernels import gqa_decode, kv_append
-from cute_kernels.integrations import vllm as cute_vllm
-from cute_kernels.integrations.vllm import backends, calls, warming
+from cute_kernels.integrations.vllm import calls, warming
 from cute_kernels.integrations.vllm.calls import GqaCalls, runs_prompts
 from cute_kernels.runtime import workers
 from cute_kernels.warm import GqaShape, MlaShape, PrefillShape, kernel_specs
-from tests.kit import vllm_stand_ins
-from tests.kit.vllm_batches import HEADS, LIMITS, Batch, draw_batch, stock_cache
+from tests.kit.vllm_batches import HEADS, LIMITS, draw_batch, stock_cache
 
 ROOT = Path(__file__).resolve().parents[2]
-ADAPTERS = sorted((ROOT / "cute_kernels" / "integrations" / "vllm").glob("*.py"))
-
-
 # ---- pages
 
 
@@ -353,67 +343,3 @@ def test_a_warm_start_has_a_time_limit(
     compile_shapes(SHAPES, (1, 2), (1,), 132)
     assert time.monotonic() - start < 30
     assert "not done after 1 s" in caplog.text
-
-
-# ---- the plugin
-
-
-@pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    with vllm_stand_ins.installed(monkeypatch) as places:
-        yield places
-
-
-def test_registering_twice_is_registering_once(registry: Any, caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(2):
-        cute_vllm.register()
-    assert registry.CUSTOM.path == cute_vllm.GQA_BACKEND
-    assert registry.FLASHMLA_SPARSE.path == cute_vllm.SPARSE_MLA_BACKEND
-    assert caplog.records == []
-
-
-def test_the_backend_of_another_plugin_stays(registry: Any, caplog: pytest.LogCaptureFixture) -> None:
-    registry.CUSTOM.path = "another.Backend"
-    cute_vllm.register()
-    assert registry.CUSTOM.path == "another.Backend"
-    assert registry.FLASHMLA_SPARSE.path == cute_vllm.SPARSE_MLA_BACKEND
-    assert [r.getMessage() for r in caplog.records] == [
-        "cute-kernels: attention backend CUSTOM is another.Backend already, not ours"
-    ]
-
-
-def test_vllm_finds_the_plugin() -> None:
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    found = re.search(r'\[project\.entry-points\."vllm\.general_plugins"\]\n([\w-]+) = "([\w.]+):(\w+)"', text)
-    assert found
-    assert getattr(importlib.import_module(found[2]), found[3]) is cute_vllm.register
-
-
-def test_backends_are_where_their_names_say() -> None:
-    for path in (cute_vllm.GQA_BACKEND, cute_vllm.SPARSE_MLA_BACKEND):
-        module, _, name = path.rpartition(".")
-        assert module == backends.__name__
-        file = Path(str(backends.__file__)).parent / f"{backends.MODULES[name]}.py"
-        assert re.search(rf"^class {name}\(", file.read_text(encoding="utf-8"), re.MULTILINE)
-
-
-def test_the_plugin_loads_neither_vllm_nor_the_compiler() -> None:
-    code = (
-        "import sys, cute_kernels.integrations.vllm, cute_kernels.integrations.vllm.calls\n"
-        "print([m for m in ('vllm', 'cutlass') if m in sys.modules])"
-    )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert result.stdout.strip() == "[]", result.stderr
-
-
-@pytest.mark.parametrize("file", ADAPTERS, ids=[file.name for file in ADAPTERS])
-def test_an_adapter_is_short(file: Path) -> None:
-    assert len(file.read_text(encoding="utf-8").splitlines()) < 420
-
-
-def test_batches_are_drawn_as_vllm_builds_them() -> None:
-    """The oracle of this file: its lengths and slots agree with each other."""
-    batch = draw_batch([40, 17], [3, 2], 16)
-    assert inspect.isclass(Batch) and batch.query.shape[0] == 5
-    assert batch.starts.tolist() == [0, 3, 5] and len(set(batch.all_slots.tolist())) == 57
-    assert torch.equal(batch.slots, batch.all_slots[torch.tensor([37, 38, 39, 55, 56])])

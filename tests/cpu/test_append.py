@@ -152,26 +152,6 @@ def test_the_first_launch_prepares_the_others(monkeypatch):
     assert len(kernel.calls) == 3, "there was nothing to launch"
 
 
-def test_traces_under_torch_compile():
-    cache, eager = poisoned_cache(PAGES, PAGE_SIZE, 656), poisoned_cache(PAGES, PAGE_SIZE, 656)
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def traced(kv, cache, slots):
-        mla_fp8_append(2 * kv, cache, slots)
-        return cache[0, 1] + 0
-
-    token = traced(KV, cache, SLOT)
-    mla_fp8_append(2 * KV, eager, SLOT)
-    assert torch.equal(cache, eager) and torch.equal(token, eager[0, 1])
-
-
-def test_a_spec_says_what_it_cannot_do():
-    assert all(spec.can_implement() == [] for spec in shipped_specs())
-    assert "tokens_per_warp is 3" in MlaAppendSpec(tokens_per_warp=3).can_implement()[0]
-    assert "warps is 33" in MlaAppendSpec(warps=33).can_implement()[0]
-    assert "cache_format is 'v5'" in MlaAppendSpec(cache_format="v5").can_implement()[0]
-
-
 def test_a_long_call_keeps_more_bytes_in_flight():
     shipped = set()
     for name in FORMATS:

@@ -202,20 +202,6 @@ def test_the_x_of_packed_pages_is_16() -> None:
                        torch.tensor([0]), layout="paged_vllm")  # fmt: skip
 
 
-def test_traces_under_torch_compile() -> None:
-    def step(k, v, k_cache, v_cache, k_scale, v_scale, slots):
-        kv_int8_append(2 * k, v, k_cache, v_cache, k_scale, v_scale, slots, layout="BNSH")
-        return k_cache[0, 1] + 0
-
-    results = []
-    for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-        (k, v), (k_cache, v_cache), slots = make_tokens(3), make_caches("BNSH"), torch.tensor([1, 2, 3])
-        k_scale, v_scale = (make_scale("BNSH", "per_token_head") for _ in range(2))
-        row = run(k, v, k_cache, v_cache, k_scale, v_scale, slots)
-        results.append((row, k_cache, v_cache, k_scale, v_scale))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 # ---- what the kernel relies on: its division
 
 
@@ -275,28 +261,6 @@ def test_the_bound_of_a_given_scale_leaves_no_code_beyond_127() -> None:
 
 
 # ---- specifications
-
-
-def spec(**changed: Any) -> KvAppendSpec:
-    given = {"dtype": "bfloat16", "d": 128, "k_scale": "given", "v_scale": "given", "scale_dtype": "float32"}
-    return KvAppendSpec(**{**given, **changed})
-
-
-def test_a_spec_says_what_it_cannot_do() -> None:
-    assert all(shipped.can_implement() == [] for shipped in shipped_specs())
-    for changed, reason in (
-        ({"dtype": "float32"}, "dtype is 'float32'"),
-        ({"d": 96}, "d is 96"),
-        ({"k_scale": "per_tensor"}, "k_scale is 'per_tensor'"),
-        ({"v_scale": "per_group_16"}, "v_scale is 'per_group_16'"),
-        ({"scale_dtype": "bfloat16"}, "scale_dtype is 'bfloat16'"),
-        ({"warps": 33}, "warps is 33"),
-        ({"team": 4}, "team is 4; 8 lanes"),
-        ({"team": 12}, "team is 12"),
-        ({"held": 2}, "a head is 8 lanes of one piece"),
-        ({"k_scale": "per_token", "held": MAX_HELD + 1}, f"held is {MAX_HELD + 1}"),
-    ):
-        assert reason in spec(**changed).can_implement()[0]
 
 
 @pytest.mark.parametrize("d", HEAD_DIMS)

@@ -318,9 +318,3 @@ def test_no_other_file_names_a_type_of_codes() -> None:
             names = {node.value} if isinstance(node, ast.Constant) and isinstance(node.value, str) else set()
             names |= {node.id} & {"Float8E4M3FN"} if isinstance(node, ast.Name) else set()
             assert not names & {"int8", "float8_e4m3fn", "Float8E4M3FN"}, f"{file.name}: {names}"
-
-
-def test_an_unknown_type_is_refused_by_name() -> None:
-    """It was taken for e4m3 where only int8 was asked for."""
-    reason = replace(SPEC, kv_dtype="int4").can_implement()[0]
-    assert reason == "kv_dtype is int4; it is int8, float8_e4m3fn or that of q, bfloat16"

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from cute_kernels.gqa import reference
-from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, ScaleKind, Which, scale_shapes
+from cute_kernels.gqa.layouts import LAYOUTS, ScaleKind, Which
 from cute_kernels.gqa.reference import (
-    ScaledCache,
     dequantize,
     quantize,
     reference_gqa_decode,
@@ -255,16 +254,6 @@ def test_causal_and_window_by_hand():
     assert shares(window=2**31 - 1) == shares()
 
 
-def test_queries_before_the_first_key_see_nothing_if_causal():
-    call = numbered(5, s_q=4)
-    lengths = torch.tensor([2])
-    out, lse = reference_gqa_decode(**call, cache_seqlens=lengths)
-    assert lse[0, :, 0].tolist() == [-INF, -INF, 0.0, pytest.approx(math.log(2))]
-    assert (out[0, :2] == 0).all()
-    _, lse = reference_gqa_decode(**call, cache_seqlens=lengths, causal=False)
-    assert lse[0, :, 0].tolist() == pytest.approx([math.log(2)] * 4)
-
-
 def test_keys_before_a_start_are_not_there():
     """A sequence that begins late has the result of the same tokens without what is before them."""
     lengths, starts = [40, 40, 40, 40, 40, 40], [0, 7, 39, 40, 55, -3]
@@ -317,13 +306,6 @@ def test_sink_by_hand():
     assert (empty == 0).all()
 
 
-def test_heads_share_the_cache_in_consecutive_groups():
-    q = torch.ones(1, 1, 6, 64)
-    v = torch.tensor([1.0, 2.0]).view(1, 2, 1, 1).expand(1, 2, 1, 64)
-    out, _ = reference_gqa_decode(q, v, v)
-    assert out[0, 0, :, 0].tolist() == [1, 1, 1, 2, 2, 2]
-
-
 def test_a_nan_in_a_visible_key_is_not_hidden():
     """Nor does it reach the query that does not see it."""
     for cache in ("k_cache", "v_cache"):
@@ -333,52 +315,6 @@ def test_a_nan_in_a_visible_key_is_not_hidden():
         out, _ = reference_gqa_decode(**call)
         assert out[0, 0].isfinite().all()
         assert out[0, 1].isnan().any()
-
-
-def test_all_layouts_agree():
-    """One set of tokens and scales in every layout, every granularity for K with every one for V."""
-    gen = generator(5)
-    batch, capacity, page_size, h_kv, d = 2, 16, 8, 2, 64
-    lengths, q = torch.tensor([16, 11]), torch.randn(batch, 2, 4, d, generator=gen)
-    k, v = torch.randn(2, batch * capacity, h_kv, d, generator=gen)
-    for k_kind in KINDS:
-        for v_kind in KINDS:
-            results = []
-            for name, layout in LAYOUTS.items():
-                sizes = CacheSizes(batch, capacity, h_kv, d)
-                table = None
-                if layout.paged:
-                    sizes = CacheSizes(batch * capacity // page_size, page_size, h_kv, d)
-                    table = torch.arange(sizes.outer).view(batch, -1)
-                pair = [filled(x, w, layout, sizes, kind) for x, w, kind in ((k, "k", k_kind), (v, "v", v_kind))]
-                (k_cache, k_scale), (v_cache, v_scale) = pair
-                options = {"layout": name, "cache_seqlens": lengths, "block_table": table}
-                results.append(reference_gqa_decode(q, k_cache, v_cache, k_scale, v_scale, **options))
-            for out, lse in results[1:]:
-                assert torch.equal(out, results[0][0])
-                assert torch.equal(lse, results[0][1])
-
-
-def empty(layout: Any, which: Any, sizes: CacheSizes, kind: ScaleKind, scale_dtype: torch.dtype = torch.float32) -> Any:
-    """int8 cache of 99s and a scale of 7s."""
-    scale = torch.full(scale_shapes(layout, sizes)[kind], 7.0, dtype=scale_dtype)
-    return torch.full(layout.shape(which, sizes, 1), 99, dtype=torch.int8), scale
-
-
-def filled(x: Any, which: Any, layout: Any, sizes: CacheSizes, kind: ScaleKind) -> Any:
-    """A cache with tokens (n, h_kv, d) in the order of their slots, and its scale."""
-    cache, scale = empty(layout, which, sizes, kind)
-    codes, own = quantize(x, kind)
-    places = sizes.place(torch.arange(len(x)))
-    view = ScaledCache(cache, scale, layout, which, sizes)
-    view.put(*places, codes)
-    if kind.granularity in ("per_tensor", "per_head"):
-        scale.copy_(own)
-    else:
-        view.put_scale(*places, own)
-    back = dequantize(cache, scale, layout.name, which).flatten(0, 1)
-    assert torch.equal(back, dequantized(codes, own, kind))
-    return cache, scale
 
 
 def dequantized(codes: torch.Tensor, scale: torch.Tensor, kind: ScaleKind) -> torch.Tensor:

@@ -12,7 +12,6 @@ from cute_kernels.gqa.append_spec import KvAppendSpec
 from cute_kernels.gqa.launch import decode_spec
 from cute_kernels.gqa.layouts import LAYOUTS, CacheLayout, CacheSizes, Which, is_kernel_layout, scale_shapes
 from cute_kernels.gqa.op import gqa_decode
-from cute_kernels.gqa.reference import reference_append, reference_gqa_decode
 from cute_kernels.gqa.request import DECODE
 from cute_kernels.runtime.launch import PreparedLaunches
 from tests.kit.gqa_cases import SCALE_NAMES, gqa_case
@@ -110,16 +109,3 @@ def test_kernels_compile() -> None:
     )  # fmt: skip
     for built in (spec, append):
         assert report_of(built).problems(built.expected) == []
-
-
-def test_the_references_take_it_by_name() -> None:
-    case = gqa_case(seqlens=[9, 20], h_q=4, h_kv=2, d=64, layout=SBNH.name, scale_dtype=torch.float16)
-    out, lse = reference_gqa_decode(**case.arguments())
-    names = ("k_cache", "v_cache", "k_scale", "v_scale")
-    usual = {**case.arguments(), **{name: as_bnsh(getattr(case, name)) for name in names}, "layout": "BNSH"}
-    expected, expected_lse = reference_gqa_decode(**usual)
-    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
-    cache = empty_cache(SBNH, "per_tensor", "per_token")
-    k = torch.ones((1, 2, 64)).bfloat16()
-    reference_append(k, k, *cache.values(), torch.tensor([8 * 2 + 5]), layout=SBNH.name)
-    assert cache["k_cache"].nonzero()[:, :2].unique(dim=0).tolist() == [[5, 2]], "token 5 of sequence 2"

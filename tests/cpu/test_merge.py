@@ -11,7 +11,7 @@ from cute_kernels.merge import op as merge_op
 from cute_kernels.merge.op import merge_states
 from cute_kernels.merge.reference import merge_states_reference
 from cute_kernels.merge.request import MERGE
-from cute_kernels.merge.spec import ITEMSIZE, MergeSpec, shipped_specs
+from cute_kernels.merge.spec import ITEMSIZE, MergeSpec
 from cute_kernels.runtime.launch import PreparedLaunches, by_name
 from tests.kit.bad_input import ERROR, TABLES
 from tests.kit.prepared import prepare
@@ -252,19 +252,6 @@ def test_the_first_launch_prepares_the_others(monkeypatch):
     assert len(calls) == 6, "there were no rows"
 
 
-def test_traces_under_torch_compile():
-    outs, lses, s_aux = torch.randn(3, 2, 4, 8), torch.randn(3, 2, 4), torch.randn(4)
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def traced(outs, lses, s_aux):
-        out, lse = merge_states(outs + 0, lses, s_aux=s_aux)
-        return 2 * out, lse
-
-    out, lse = traced(outs, lses, s_aux)
-    want, want_lse = merge_states(outs, lses, s_aux=s_aux)
-    assert torch.equal(out, 2 * want) and torch.equal(lse, want_lse)
-
-
 LAUNCHES = list(
     itertools.product(
         (1, 127, 255, 1024, 100_000), (1, 2, 4, 5, 8, 9, 64, 129), (8, 24, 64, 72, 128, 504, 512), ITEMSIZE
@@ -282,27 +269,6 @@ def test_every_launch_has_a_variant_that_fits_the_machine():
         assert spec.chunk % (spec.unroll * spec.groups) == 0 and spec.chunk % spec.weight_lanes == 0
         # all weight lanes of a row are in one warp
         assert spec.weight_lanes <= 32 and 32 % spec.weight_lanes == 0
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"d": 12}, "d is 12"),
-        ({"d": 520}, "d is 520"),
-        ({"in_dtype": "float64"}, "in_dtype is float64"),
-        ({"out_dtype": "int8"}, "out_dtype is int8"),
-        ({"lanes": 24}, "lanes is 24"),
-        ({"groups": 16}, "groups is 16"),
-        ({"lanes": 8}, "8 lanes leave 16 vectors"),
-        ({"d": 320, "block_scales": True}, "d is 320; with block scales it is a multiple of 256"),
-    ],
-)
-def test_a_spec_says_what_it_cannot_do(change, reason):
-    facts: dict[str, Any] = dict(
-        d=512, in_dtype="float32", out_dtype="bfloat16", has_sink=False, has_lse=True, lanes=128
-    )
-    assert MergeSpec(**facts).can_implement() == []
-    assert reason in MergeSpec(**facts | change).can_implement()[0]
 
 
 def test_eight_loads_are_in_flight():
@@ -325,10 +291,6 @@ def test_eight_loads_are_in_flight():
 def test_unusual_variants_compile(facts):
     spec = MergeSpec(**facts)
     assert report_of(spec).problems(spec.expected) == []
-
-
-def test_shipped_specs_are_distinct():
-    assert len(set(shipped_specs())) == len(shipped_specs())
 
 
 @pytest.mark.parametrize(

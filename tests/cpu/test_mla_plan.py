@@ -82,11 +82,6 @@ def test_nothing_is_shared_where_it_cannot_be(forced):
     assert plan_decode(**sizes).spec.balanced
 
 
-def test_shares_need_a_merge():
-    spec = MlaDecodeSpec(sparse=True, merge_lanes=0, balanced=True)
-    assert spec.can_implement() == ["balanced is True with merge_lanes 0; shares need a merge"]
-
-
 @pytest.mark.parametrize("num_splits", [1, 2, 7, 256])
 def test_forced_splits_are_taken(num_splits):
     plan = plan_decode(sparse=True, batch=2, s_q=1, h_q=128, max_keys=512, num_sms=SMS, num_splits=num_splits)
@@ -163,11 +158,6 @@ def test_what_checks_let_pass_can_be_built():
             )  # fmt: skip
             assert plan.spec.can_implement() == []
     assert ("v4.1",) in refused and ("v3.2", "v3.2") in refused and ("v3.2",) not in refused
-
-
-def test_an_unknown_exchange_is_refused_in_words():
-    spec = MlaCrossoverSpec(sparse=True, exchange="keys")
-    assert spec.can_implement() == ["exchange is 'keys'; known are ('codes', 'values')"]
 
 
 def test_one_of_two_caches_without_keys_keeps_the_roundings_of_two():

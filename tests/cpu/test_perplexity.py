@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 from typing import Any
 
 import pytest
@@ -12,8 +11,6 @@ pytest.importorskip("transformers")
 
 from bench.perplexity import formats  # noqa: E402
 from bench.perplexity.formats import GQA_FORMATS, GqaCache, LatentCache, Mismatch, Recorder  # noqa: E402
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def heads(d: int = 64, h_kv: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

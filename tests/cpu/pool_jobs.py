@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 from bench.vllm_pool import Messages
@@ -26,3 +27,14 @@ def _fail(options: dict[str, Any], messages: Messages) -> None:
 def _die(options: dict[str, Any], messages: Messages) -> None:
     print("last words", flush=True)
     os._exit(3)
+
+
+def _child(options: dict[str, Any], messages: Messages) -> None:
+    """Starts a process that writes a file unless it is ended first."""
+    import subprocess
+    import sys
+
+    code = f"import time, pathlib; time.sleep(2); pathlib.Path({options['file']!r}).write_text('')"
+    with subprocess.Popen([sys.executable, "-c", code]):
+        messages.send("began")
+        time.sleep(30)

@@ -1,4 +1,4 @@
-"""scripts/vllm_check.py without vLLM and without a GPU: its processes, its file."""
+"""scripts/vllm_check.py without vLLM and without a GPU: its processes, its plan, its file."""
 
 import json
 import time
@@ -8,27 +8,125 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import vllm_jobs
+from bench import vllm_engine, vllm_jobs, vllm_mla
 from bench.vllm_pool import Job, Pool
 from scripts import vllm_check
 from tests.cpu import pool_jobs
 
+Events = list[tuple[str, str, Any]]
 
-def test_jobs_that_fail_or_die_say_why_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits for something that does not come is left out; what was sent before is kept."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))  # processes import what jobs are made of
-    events: list[tuple[str, str, Any]] = []
+
+def served(jobs: list[Job], folder: Path, seconds: float = 60.0, **options: Any) -> tuple[Events, dict[str, str]]:
+    """What jobs sent, and what was left out."""
+    events: Events = []
     pool = Pool(
-        pool_jobs.run, tmp_path, lambda job, event, data: events.append((job.name, event, data)),
-        deadline=time.monotonic() + 60,
+        pool_jobs.run, folder, lambda job, event, data: events.append((job.name, event, data)),
+        deadline=time.monotonic() + seconds, **options,
     )  # fmt: skip
-    jobs = [Job("bad", "fail"), Job("dead", "die"), Job("good", "say")]
-    jobs += [Job("orphan", "say", needs=("bad",)), Job("later", "say", phase=1)]
-    assert pool.run(jobs) == {"orphan": "needs bad"}
-    failed = {name: data for name, event, data in events if event == "failed"}
-    assert sorted(failed) == ["bad", "dead"] and "it failed" in failed["bad"] and "last words" in failed["dead"]
-    assert ("bad", "case", 1) in events and "in the log" in (tmp_path / "bad.log").read_text()
-    assert {("good", "done", None), ("later", "done", None)} <= set(events)
+    return events, pool.run(jobs)
+
+
+@pytest.fixture(autouse=True)
+def found_by_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes import what jobs are made of."""
+    root = str(Path(__file__).resolve().parents[2])
+    monkeypatch.setenv("PYTHONPATH", root)
+
+
+# ---- processes
+
+
+def test_what_waits_for_something_that_does_not_come_is_left_out(tmp_path: Path) -> None:
+    jobs = [Job("bad", "fail"), Job("orphan", "say", needs=("bad",)), Job("later", "say", phase=1)]
+    events, left = served(jobs, tmp_path)
+    assert left == {"orphan": "needs bad"}
+    assert ("later", "done", None) in events
+
+
+def test_a_failed_job_says_why_and_keeps_what_it_sent(tmp_path: Path) -> None:
+    events, left = served([Job("bad", "fail"), Job("good", "say")], tmp_path)
+    assert left == {}
+    (failed,) = [data for name, event, data in events if event == "failed"]
+    assert "it failed" in failed and "in the log" in (tmp_path / "bad.log").read_text()
+    assert ("bad", "case", 1) in events and ("good", "done", None) in events
+
+
+def test_a_process_that_dies_says_what_its_log_ends_with(tmp_path: Path) -> None:
+    events, _ = served([Job("dead", "die"), Job("other", "say")], tmp_path)
+    (failed,) = [data for _, event, data in events if event == "failed"]
+    assert "last words" in failed
+    assert ("other", "done", None) in events
+
+
+def test_the_time_ends_what_runs_and_leaves_out_the_rest(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    jobs = [
+        Job("long", "child", {"file": str(file)}, least=0),
+        Job("late", "say", needs=("long",), least=30),
+        Job("never", "say", needs=("long",), least=0),
+    ]
+    events = []
+
+    def receive(job: Job, event: str, data: Any) -> None:
+        events.append(event)
+        if event == "began":
+            pool.deadline = time.monotonic()
+
+    pool = Pool(pool_jobs.run, tmp_path, receive, deadline=time.monotonic() + 60)
+    left = pool.run(jobs)
+    assert "began" in events and "done" not in events
+    assert left["long"] == "was not done in time"
+    assert left["late"] == "needs 30 s, 0 s were left" and left["never"].startswith("needs")
+    time.sleep(3)
+    assert not file.exists(), "what a job has started outlives it"
+
+
+# ---- the plan
+
+
+def plan(tmp_path: Path, *arguments: str) -> dict[str, Job]:
+    options = vllm_check.parser().parse_args(list(arguments))
+    found = vllm_check.jobs(options, tmp_path)
+    assert len({job.name for job in found}) == len(found)
+    return {job.name: job for job in found}
+
+
+def test_each_run_with_the_plugin_is_compared_with_one_without(tmp_path: Path) -> None:
+    served = [
+        job
+        for job in plan(tmp_path, "--parts", "mla-tokens", "--models", ",".join(vllm_mla.MODELS)).values()
+        if job.kind == "mla-serve"
+    ]
+    assert len(served) == 32 and all(job.options["plugin"] is ("ours" in job.name) for job in served)
+    found = {job.name: job for job in served}
+    assert found["v32-16-ours-given"].options["takes"] == found["v32-16-stock-eager"].options["keeps"]
+    assert "v32-16-stock-eager" in found["v32-16-ours-given"].needs
+
+
+# ---- what is found
+
+
+def test_a_step_is_the_median_of_spans() -> None:
+    marks = [0.0]
+    for step in range(vllm_engine.STEPS - 1):
+        slow = step < vllm_engine.FIRST or step >= vllm_engine.FIRST + 2 * vllm_engine.SPAN
+        marks.append(marks[-1] + (0.5 if slow else 0.002 if step < vllm_engine.FIRST + vllm_engine.SPAN else 0.004))
+    found = vllm_engine.per_token(marks)
+    assert found["ms_all"] == pytest.approx([2.0, 4.0, 500.0]) and found["ms"] == pytest.approx(4.0)
+
+
+def test_kernels_of_attention_are_told_from_appends() -> None:
+    ours = "kernel_cutlass_kernel_cute_kernelsgqakernelsdecodeGqaDecodeKernel_object_at_0"
+    append = "kernel_cutlass__kernel_cute_kernelsgqakernelsappendKvAppendKernel_object_at_0"
+    events = [
+        (append, 120.0), (ours, 1200.0), ("void vllm::reshape_and_cache_flash_kernel<x>", 60.0), ("gemm", 12000.0),
+        ("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90>>", 600.0),
+        ("kernel_unified_attention", 24.0), ("reduce_segments", 12.0),
+    ]  # fmt: skip
+    found = vllm_engine.shares(events)
+    assert found["attention_ms"] == pytest.approx(1836 / vllm_engine.PROFILED / 1e3)
+    assert found["gpu_ms"] == pytest.approx(14016 / vllm_engine.PROFILED / 1e3)
+    assert found["kernels"][0] == ["gemm", pytest.approx(1.0)]
 
 
 def test_the_file_holds_each_result_at_once_and_says_what_is_wrong(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""bench/vllm_mla.py without vLLM and without a GPU: engines led along known tokens, and runs compared."""
+"""bench/vllm_mla.py without vLLM and without a GPU: engines led along known tokens, runs compared, what is timed."""
 
 import importlib.util
 import json
@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from bench import vllm_choices, vllm_engine, vllm_mla
+from bench import svg, vllm_choices, vllm_engine, vllm_mla
+from bench.report import vllm
+from fp8_mla import unpack
 from tests.kit import tiny_models
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -224,6 +226,23 @@ def test_choices_are_kept_and_given_by_request_and_position(
         vllm_choices.keep(SimpleNamespace(model_runner=SimpleNamespace(get_model=torch.nn.Identity)), 6)
 
 
+def test_sums_of_new_weights_land_where_graphs_read() -> None:
+    """A graph of DeepSeek-V4's first layer goes on to read the tensor with which it was captured."""
+    layers = [SimpleNamespace(hc_attn_fn=torch.ones(3, 8), hc_attn_fn_broadcast=None) for _ in range(2)]
+
+    def finalize() -> None:
+        layers[0].hc_attn_fn_broadcast = layers[0].hc_attn_fn.view(3, 4, 2).sum(1)
+
+    model = SimpleNamespace(model=SimpleNamespace(layers=layers, finalize_mhc_broadcast_weights=finalize))
+    vllm_engine.finish_weights(model)
+    read = layers[0].hc_attn_fn_broadcast
+    layers[0].hc_attn_fn.fill_(2)
+    vllm_engine.finish_weights(model)
+    assert layers[0].hc_attn_fn_broadcast is read and read.tolist() == [[8, 8]] * 3
+    assert layers[1].hc_attn_fn_broadcast is None
+    vllm_engine.finish_weights(torch.nn.Identity())
+
+
 def test_what_is_asked_is_below_and_beyond_the_topk() -> None:
     asked = vllm_mla.asked()
     lengths = [len(prompt) for prompt, _ in asked]
@@ -255,3 +274,108 @@ def test_a_saved_model_says_what_the_engine_asks(name: str, tmp_path: Path) -> N
         assert [line for line in done.stdout.splitlines() if line.startswith("loaded")] == [
             f"loaded {of}" for of in classes
         ], done.stderr[-2000:]
+
+
+# ---- steps
+
+
+def worker(layers: dict[str, Any], model: Any = None) -> Any:
+    compilation = SimpleNamespace(static_forward_context=layers)
+    config = SimpleNamespace(compilation_config=compilation)
+    return SimpleNamespace(model_runner=SimpleNamespace(vllm_config=config, get_model=lambda: model))
+
+
+def test_caches_hold_values_of_a_family() -> None:
+    latents = torch.zeros(40, 64, 656, dtype=torch.uint8)
+    index = torch.zeros(40, 64, 132, dtype=torch.uint8)
+    layers = {"a": SimpleNamespace(kv_cache=latents), "b": SimpleNamespace(kv_cache=[index]), "c": SimpleNamespace()}
+    vllm_mla.fill(worker(layers), "normal")
+    assert unpack(latents, torch.float32).std() == pytest.approx(1, abs=0.01)
+    rows = index.flatten(1)
+    scales = rows[:, 64 * 128 :].contiguous().view(torch.float32)
+    keys = rows[:, : 64 * 128].contiguous().view(torch.float8_e4m3fn).float().view(40, 64, 128) * scales.unsqueeze(-1)
+    assert keys.std() == pytest.approx(1, abs=0.01) and (scales.log2() == scales.log2().round()).all()
+    before = index.clone()
+    vllm_mla.fill(worker(layers), "few small")
+    sizes = unpack(latents, torch.float32).flatten(0, 1).abs().amax(-1)
+    assert (sizes < 0.1).sum() == 40 and torch.equal(index, before), "one of 64 tokens is small"
+
+
+def test_weights_keep_the_size_of_numbers() -> None:
+    layer = torch.nn.Module()
+    layer.norm, layer.embed_tokens = torch.nn.LayerNorm(256), torch.nn.Embedding(64, 256)
+    layer.proj = torch.nn.Linear(256, 512, bias=False)
+    layer.W_UK_T = torch.nn.Parameter(torch.zeros(4, 64, 512))
+    layer.codes = torch.nn.Parameter(torch.zeros(256, 4096).to(torch.float8_e4m3fn), requires_grad=False)
+    layer.weight_scale_inv = torch.nn.Parameter(torch.zeros(2, 32), requires_grad=False)
+    layer.table = torch.nn.Parameter(torch.full((8, 6), 7, dtype=torch.int32), requires_grad=False)
+    vllm_mla.draw_weights(worker({}, layer))
+    with torch.no_grad():
+        out = layer.proj(layer.norm(layer.embed_tokens(torch.arange(64))))
+        absorbed = torch.bmm(torch.randn(4, 64, 64), layer.W_UK_T)
+    assert (layer.codes.float() * layer.weight_scale_inv[0, 0]).std() == pytest.approx(4096**-0.5, rel=0.1)
+    assert (layer.table == 7).all(), "experts of tokens stay"
+    assert out.std() == pytest.approx(1, abs=0.1) and absorbed.std() == pytest.approx(1, abs=0.1)
+
+
+def test_kernels_are_told_apart() -> None:
+    names = {
+        "indexer": "void deep_gemm::sm90_fp8_paged_mqa_logits<1u, 64u>",
+        "top-k": "void vllm::persistent_topk_kernel<4>",
+        "slots": "_convert_req_index_to_global_index_kernel",
+        "attention": "kernel_cutlass_kernel_cute_kernelsmlakernelsdecodeMlaDecodeKernel_object_at_0",
+        "rest": "void vllm::concat_and_cache_ds_mla_kernel<__nv_bfloat16>",
+    }  # fmt: skip
+    found = vllm_mla.shares([(name, 12e3 * (i + 1)) for i, name in enumerate(names.values())])
+    assert found["shares_ms"] == {name: pytest.approx(1.0 * (i + 1)) for i, name in enumerate(names)}
+    assert found["gpu_ms"] == pytest.approx(15.0) and len(found["kernels"]) == 5
+
+
+# ---- tables
+
+
+def step(ms: float, attention: float, batch: int = 16) -> dict[str, Any]:
+    shares = {"attention": attention, "indexer": 0.3, "top-k": 0.05, "slots": 0.01, "rest": 1.0}
+    case = {"family": "normal", "context": 8192, "batch": batch, "ms": ms}
+    return {**case, "shares_ms": shares, "gpu_ms": sum(shares.values())}
+
+
+def made_up() -> dict[str, Any]:
+    case = {"a": "ours-eager", "b": "stock-eager", "tokens": 256, "differ": 2, "wrong": 0, "gap": 0.125, "scores": 0.5}
+    more = {**case, "tokens": 8192, "differ": 0, "gap": 0.0, "scores": 0.25}
+    engines = {
+        "v32-16-ours-eager": {"start_s": 12.0, "cached": {"all": 64, "again": 8000}},
+        "v32-16-ours-drafts": {"start_s": 31.0, "draft": 900.0, "accepted": 30.0},
+    }
+    backends = {"ours-16": [step(2.0, 0.5), step(3.0, 0.6, batch=64)], "stock-16": [step(2.5, 1.0)]}
+    return {
+        "card": "NVIDIA H100", "date": "2026-01-02", "versions": {"vllm": "0.26.0"},
+        "mla-tokens": {
+            "engines": engines,
+            "models": {"v32-16": {"near": 0.25, "cases": [case, more, {**case, "b": "ours-graphs"}]}},
+        },
+        "mla-steps": {"layers": 4, "backends": {name: {"cases": cases} for name, cases in backends.items()}},
+    }  # fmt: skip
+
+
+def test_the_tables_show_both_engines() -> None:
+    text, users = ("\n".join(made([made_up()])) for made in (vllm.page, vllm.mla))
+    assert "| v32-16 | ours-eager, stock-eager | 8448 | 2 | 0 | 0 | 0.125 | 0.5 | 0.25 |" in text
+    assert "| H100 | v32-16 | stock | 8448 | 2 | 0 | 0 |" in users and "ours-graphs" not in users
+    assert "| H100 | v32-16 | stock | 16896 | 4 | 0 | 0 |" in vllm.mla([made_up(), made_up()])
+    assert "| 16, normal | 16 x 8192 | 2, 2.5 | 1.86, 2.36 | 0.5 | 1 | 2.00 x | 0.3 | 0.05 | 0.01 | 1 |" in text
+    assert "16 x 8192" not in users, "results/README.md has the steps"
+    said = "FlashMLA's attention takes 2.00 to 2.00 times as long as ours, in 1 cases."
+    assert said in text
+    assert "64 x 8192 | 3 |" not in text, "it has no pair"
+    assert "started in 12 to 31 s. 8000 tokens came from the cache. 30 of 900 drafts were taken." in text
+    assert vllm.mla([{}]) == []
+
+
+def test_the_plot_of_a_step_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    drawn = svg.write({n: (lambda plt: vllm.steps_plot(made_up(), plt)) for n in ("a.svg", "b.svg")}, tmp_path)
+    assert drawn == ["a.svg", "b.svg"]
+    text = (tmp_path / "a.svg").read_text()
+    assert text == (tmp_path / "b.svg").read_text() and "16 heads: ours, then FlashMLA" in text
+    assert svg.write({"c.svg": lambda plt: vllm.steps_plot({}, plt)}, tmp_path) == []

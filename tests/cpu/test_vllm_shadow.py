@@ -32,6 +32,21 @@ def best(made: torch.Tensor) -> torch.Tensor:
     return chosen
 
 
+def test_a_choice_of_the_best_keys_lacks_nothing() -> None:
+    made = scores()
+    found = vllm_shadow.lacking(made, LENGTHS, best(made))
+    assert not found[:, :2].any() and found[:, 2].amax() < 100, "columns that no query sees do not count"
+
+
+def test_a_key_below_the_last_is_found_with_how_far_it_is() -> None:
+    made, chosen = scores(), best(scores())
+    last = made[1, chosen[1, -1].long()]
+    lowest = made[1, :20].argmin()
+    chosen[1, 0] = lowest.int()
+    found = vllm_shadow.lacking(made, LENGTHS.flatten(), chosen)
+    assert found[:, 0].tolist() == [0, 1, 0] and found[1, 1] == last - made[1, lowest] > 0
+
+
 def test_keys_of_the_last_score_are_counted() -> None:
     made, chosen = scores(), best(scores())
     last = made[0, chosen[0, -1].long()].clone()

@@ -87,19 +87,7 @@ class MergeKernel:
         mLse: cute.Tensor | None,
         stream: cuda.CUstream,
     ):
-        self.launch(mOuts, mLses, mSink, mOut, mLse, stream)
-
-    @cute.jit
-    def launch(
-        self,
-        mOuts: cute.Tensor,
-        mLses: cute.Tensor,
-        mSink: cute.Tensor | None,
-        mOut: cute.Tensor,
-        mLse: cute.Tensor | None,
-        stream: cuda.CUstream,
-    ):
-        """Launches the kernel; a kernel that writes the states calls this from its own host function.
+        """Launches the kernel.
 
         Every row of mOuts and mOut starts at a multiple of 16 bytes and has stride 1. mSink and mLse are None exactly
         where the specification says so. States with block scales are for `merge_row`: the kernel that writes them

@@ -43,9 +43,6 @@ class PeerMergeKernel:
     """
 
     def __init__(self, spec: PeerMergeSpec) -> None:
-        reasons = spec.can_implement()
-        if reasons:
-            raise ValueError(f"{spec}: " + "; ".join(reasons))
         self.spec = spec
         self.dtype = DTYPES[spec.dtype]
         self.rows = MergeKernel(spec.merge)

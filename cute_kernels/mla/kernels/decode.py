@@ -121,7 +121,7 @@ from cute_kernels.mla.kernels.arguments import (
 )
 from cute_kernels.mla.kernels.load import KeyLoader, make_page_tma
 from cute_kernels.mla.kernels.load_q import QTma, make_q_tma
-from cute_kernels.mla.kernels.merge import MergeTask, PartialMerger
+from cute_kernels.mla.kernels.merge import PartialMerger
 from cute_kernels.mla.kernels.pipelines import pipelines
 from cute_kernels.mla.kernels.pv import PvWarpgroups
 from cute_kernels.mla.kernels.qk import QkWarpgroups
@@ -137,9 +137,6 @@ class MlaDecodeKernel:
     """See the module's docstring. `spec` holds all that is fixed at compile time."""
 
     def __init__(self, spec: MlaDecodeSpec):
-        reasons = spec.can_implement()
-        if reasons:
-            raise ValueError("; ".join(reasons))
         self.spec = spec
         self.roles = spec.roles
         self.scheduler = Scheduler(spec)
@@ -290,7 +287,7 @@ class MlaDecodeKernel:
             is_qk = is_qk or warp_idx >= WARPS * self.roles.qk[-1]
         if merges:
             if const_expr(self.spec.split):
-                self.merge(smem, results, counters, sizes, cta, divisors)
+                self.merger.run(smem, smem.codes, results, counters, sizes, divisors, cta)
         elif warp_idx < WARPS * (self.roles.load[0] + 1):
             self.claim_registers(count.load)
             if const_expr(self.roles.softmax):
@@ -349,23 +346,6 @@ class MlaDecodeKernel:
             self.scheduler.find_cut(cuts + 2 * warp_idx, number + warp_idx, shares, queries, table, lane)
         cute.arch.sync_threads()
         return self.scheduler.share_between(cuts, number, head_block)
-
-    @cute.jit
-    def merge(self, smem, results: Results, counters: Int64, sizes: Sizes, cta: Int32, divisors: Divisors):
-        """What a merge CTA does."""
-        group, part = divmod(cta - sizes.decode_ctas, divisors.merge_ctas)
-        query, head_block = divmod(group, divisors.head_blocks)
-        first_partial, partials = Int32(0), sizes.num_splits
-        if const_expr(self.spec.balanced):
-            query, first_share, partials = (cute.arch.make_warp_uniform(smem.cuts[i]) for i in range(3))
-            first_partial = first_share + query
-        if partials > 0:
-            request, query_of_request = divmod(query, divisors.s_q)
-            head_group = query * divisors.head_blocks.divisor + head_block
-            task = MergeTask(
-                query, request, query_of_request, head_block, first_partial, partials, part, divisors.merge_ctas.divisor
-            )
-            self.merger.run(smem.codes, results, counters, head_group, task)
 
     def claim_registers(self, count: int) -> None:
         """Takes or releases registers of each thread; called by a whole warpgroup."""

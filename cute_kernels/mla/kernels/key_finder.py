@@ -1,19 +1,12 @@
 """Where the row of a key is: index list or block table, and what masks it."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from cute_kernels.device import token_cache
-
-
-class KeySource(Protocol):
-    """What finding keys needs of a spec."""
-
-    @property
-    def sparse(self) -> bool: ...
 
 
 class KeyPlace(NamedTuple):
@@ -34,8 +27,8 @@ class KeyRow(NamedTuple):
 class KeyFinder:
     """Device code for any thread. A position counts from the first key of a query, over all splits."""
 
-    def __init__(self, spec: KeySource):
-        self.sparse = spec.sparse
+    def __init__(self, sparse: bool):
+        self.sparse = sparse
 
     @cute.jit
     def read_entry(self, entries: cute.Tensor, position: Int32, last: Int32, page_divisor):

@@ -170,7 +170,7 @@ class KeyLoader:
 
     def __init__(self, spec: MlaDecodeSpec):
         self.spec = spec
-        self.finder = KeyFinder(spec)
+        self.finder = KeyFinder(spec.sparse)
         self.scheduler = Scheduler(spec)
         self.edges = pipelines(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
@@ -231,7 +231,7 @@ class KeyLoader:
     @cute.jit
     def step(self, smem, table: WorkTable, caches: Caches, cursor: LoadCursor, tid: Int32) -> LoadCursor:
         """Loads the next key tile, if there is one, once its stage is free; returns the new cursor."""
-        next_work, tiles_left, position, main, extra, extra_begin, entry, length, loaded, unexpanded = cursor
+        _, tiles_left, position, main, _, _, entry, _, loaded, unexpanded = cursor
         if const_expr(self.spec.load_expands):
             unexpanded = unexpanded << 1
         if const_expr(self.spec.pv_expands):
@@ -253,9 +253,7 @@ class KeyLoader:
             tiles_left, position, loaded = tiles_left - 1, position + TOKENS_PER_TILE, loaded + 1
         if const_expr(self.spec.load_expands):
             cute.arch.cp_async_commit_group()
-        cursor = LoadCursor(
-            next_work, tiles_left, position, main, extra, extra_begin, entry, length, loaded, unexpanded
-        )
+        cursor = cursor._replace(tiles_left=tiles_left, position=position, loaded=loaded, unexpanded=unexpanded)
         return self.advance(table, cursor, tid)
 
     @cute.jit
@@ -313,7 +311,7 @@ class KeyLoader:
 
         Only a whole tile of a page: `clear_mask` follows. Else PV is told -1, and `step` loads the tile.
         """
-        next_work, tiles_left, position, main, extra, extra_begin, entry, length, loaded, unexpanded = cursor
+        _, tiles_left, position, main, _, _, entry, _, loaded, _ = cursor
         sAnnounced = smem.announced.get_tensor(cute.make_layout((2, self.spec.p_stages)))
         page, tile_of_page = Int32(-1), Int32(0)
         if tiles_left > 0:
@@ -325,9 +323,7 @@ class KeyLoader:
             p_stage = self.edges.p.index(tile)
             sAnnounced[0, p_stage] = page
             sAnnounced[1, p_stage] = tile_of_page
-        cursor = LoadCursor(
-            next_work, tiles_left, position, main, extra, extra_begin, entry, length, loaded, unexpanded
-        )
+        cursor = cursor._replace(tiles_left=tiles_left, position=position, loaded=loaded)
         return self.advance(table, cursor, tid)
 
     @cute.jit

@@ -1,42 +1,18 @@
 """The merge CTAs of the MLA decode kernels: they wait for the partials of a query's heads and combine them."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, Float32, Int32, Int64
+from cutlass import AddressSpace, Float32, Int32, Int64, const_expr
 
 from cute_kernels.merge.kernels.merge import MergeKernel, MergeRow, Strided, row_address
 from cute_kernels.merge.spec import VECTOR_BYTES, MergeSpec
-from cute_kernels.mla.kernels.arguments import Partials, Results
+from cute_kernels.mla.kernels.arguments import Partials, Results, Sizes
 from cute_kernels.mla.kernels.pipelines import NamedBarrier
+from cute_kernels.mla.kernels.scheduler import Divisors
 from cute_kernels.mla.kernels.tile import NOPE
-from cute_kernels.mla.spec import NARROW, Roles
-
-
-class MergedSpec(Protocol):
-    """What the merge needs of a spec."""
-
-    @property
-    def merge_lanes(self) -> int: ...
-
-    @property
-    def heads(self) -> int: ...
-
-    @property
-    def threads(self) -> int: ...
-
-    @property
-    def few_heads(self) -> bool: ...
-
-    @property
-    def balanced(self) -> bool: ...
-
-    @property
-    def inf_if_empty(self) -> bool: ...
-
-    @property
-    def roles(self) -> Roles: ...
+from cute_kernels.mla.spec import NARROW
 
 
 class MergeTask(NamedTuple):
@@ -58,13 +34,13 @@ class MergeTask(NamedTuple):
 
 
 class PartialMerger:
-    """Device code for all threads of a CTA, `merge_lanes` of them a row.
+    """Device code for all threads of a CTA, `merge_lanes` of them a row; `spec` is as in `Scheduler`.
 
     A group, the heads of a query's block, has a counter: how many of its partials are in global memory, then how many
     of its merge CTAs have seen that. The last one sets it to 0 for the next launch.
     """
 
-    def __init__(self, spec: MergedSpec):
+    def __init__(self, spec):
         self.spec = spec
         lanes = min(spec.merge_lanes, NOPE // 8)  # 16 bytes of a row each
         self.rows = MergeKernel(
@@ -103,7 +79,23 @@ class PartialMerger:
         return cute.make_ptr(Int32, counters + 4 * Int64(group), AddressSpace.gmem, assumed_align=4)
 
     @cute.jit
-    def run(self, free, results: Results, counters: Int64, group: Int32, task: MergeTask):
+    def run(self, smem, free, results: Results, counters: Int64, sizes: Sizes, divisors: Divisors, cta: Int32):
+        """Finds what this merge CTA merges, and merges it. `free` is unused shared memory."""
+        group, part = divmod(cta - sizes.decode_ctas, divisors.merge_ctas)
+        query, head_block = divmod(group, divisors.head_blocks)
+        first_partial, partials = Int32(0), sizes.num_splits
+        if const_expr(self.spec.balanced):
+            query, first_share, partials = (cute.arch.make_warp_uniform(smem.cuts[i]) for i in range(3))
+            first_partial = first_share + query
+        if partials > 0:
+            request, query_of_request = divmod(query, divisors.s_q)
+            head_group = query * divisors.head_blocks.divisor + head_block
+            parts = divisors.merge_ctas.divisor
+            task = MergeTask(query, request, query_of_request, head_block, first_partial, partials, part, parts)
+            self.merge(free, results, counters, head_group, task)
+
+    @cute.jit
+    def merge(self, free, results: Results, counters: Int64, group: Int32, task: MergeTask):
         """Waits for the partials of a group and merges some rows of it. `free` is unused shared memory.
 
         The CTAs that it waits for have lower numbers, so they have started before this one and need nothing from it.

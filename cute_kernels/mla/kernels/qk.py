@@ -7,6 +7,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import pairs, wgmma
 from cute_kernels.device.trace import Tracer
+from cute_kernels.mla.kernels.codes import row_numbers
 from cute_kernels.mla.kernels.convert_q import QConverter, code_chunk
 from cute_kernels.mla.kernels.load_q import QTma, prefetch_q, q_layout, start_q
 from cute_kernels.mla.kernels.pipelines import NamedBarrier, pipelines
@@ -55,6 +56,7 @@ class QkWarpgroups:
         self.spec = spec
         self.heads = spec.heads
         self.columns = spec.heads // 4  # of a thread
+        self.accumulators = 2
         self.warpgroups = spec.qk_warpgroups
         self.threads = 128 * spec.qk_warpgroups
         self.has_rope = spec.has_rope
@@ -341,11 +343,9 @@ class QkWarpgroups:
         """Four blocks of 16 columns of A, from 16 codes of each of two rows."""
         words = cute.recast_tensor(operand, Int32)
         for r in cutlass.range_constexpr(2):
-            wide = cute.make_rmem_tensor(16, Float16)
-            wide.store(raw[None, r].load().to(Float16))
-            pairs = cute.recast_tensor(wide, Int32)
+            numbers = row_numbers(raw, r)
             for k in cutlass.range_constexpr(4):
-                words[4 * k + r], words[4 * k + 2 + r] = pairs[2 * k], pairs[2 * k + 1]
+                words[4 * k + r], words[4 * k + 2 + r] = numbers[2 * k], numbers[2 * k + 1]
 
     @cute.jit
     def load_scales(self, smem, scales: cute.Tensor, stage: Int32, row: Int32):
@@ -355,8 +355,8 @@ class QkWarpgroups:
 
     @cute.jit
     def store_s(self, smem, acc: tuple, tile: Int32, tid: Int32, is_shifted: cutlass.Constexpr = False):
-        """Stores S^T, the sum of both accumulators, for the softmax, which has read the stage."""
-        s, rest, q = wgmma.by_row(acc[0]), wgmma.by_row(acc[1]), tid % 4
+        """Stores S^T, the sum of the accumulators, for the softmax, which has read the stage."""
+        s, q = [wgmma.by_row(acc[i]) for i in range(self.accumulators)], tid % 4
         s_stage = self.edges.s.index(tile)
         self.store_unit(smem, s_stage, tid, is_shifted)
         start = smem.s.data_ptr() + s_stage * (TOKENS_PER_TILE * self.heads)
@@ -364,7 +364,7 @@ class QkWarpgroups:
         for block in cutlass.range_constexpr(self.heads // 8):
             for e in cutlass.range_constexpr(2):
                 for r in cutlass.range_constexpr(2):
-                    four[r, e] = s[r, 2 * block + e] + rest[r, 2 * block + e]
+                    four[r, e] = sum((t[r, 2 * block + e] for t in s[1:]), s[0][r, 2 * block + e])
             pointer = start + cute.assume(s_offset(8 * block + 2 * q, key_of_row(tid, 0) // 2), divby=4)
             cute.autovec_copy(four, cute.make_tensor(pointer, cute.make_layout((2, 2))))
         self.edges.s.arrive(smem, tile)

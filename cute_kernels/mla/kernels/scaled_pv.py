@@ -18,9 +18,9 @@ from cute_kernels.mla.kernels.smem import (
     codes_bytes,
     kind_of_tile,
     line_offset,
-    multipliers,
     of_kind,
     stage_kinds,
+    weights,
 )
 from cute_kernels.mla.kernels.value_units import inverse_power, v_units
 from cute_kernels.mla.spec import LINE_BYTES, TOKENS_PER_TILE, WGMMA_ROWS, MlaDecodeSpec
@@ -149,7 +149,7 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
         """Multipliers of a thread's four keys of a block, two in a word."""
         words = cute.make_rmem_tensor(2, Int32)
         numbers = cute.recast_tensor(words, Float16)
-        start = multipliers(smem, self.spec, p_stage, quant_tile, tid)[None, block // 2].iterator
+        start = weights(smem, p_stage, quant_tile, tid, self.spec.scale_bytes)[None, block // 2].iterator
         cute.autovec_copy(cute.make_tensor(start + block % 2 * 4, cute.make_layout(4)), numbers)
         return words
 

@@ -21,7 +21,6 @@ from cute_kernels.mla.kernels.smem import (
     key_of_row,
     kind_of_tile,
     of_kind,
-    s_offset,
     tiled_mmas,
 )
 from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS, QUANT_TILE
@@ -53,6 +52,7 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
     def __init__(self, spec: MlaDecodeSpec):
         super().__init__(spec)
         self.chunks = spec.token_format.codes.count // BLOCK_COLUMNS
+        self.accumulators = 1
 
     @cute.jit
     def fast_tile(self, smem, acc: tuple, raw: cute.Tensor, has_powers: Int32, tile: Int32, tid: Int32):
@@ -90,7 +90,7 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
         for c in cutlass.range_constexpr(self.chunks):
             if const_expr(c > first):
                 warpgroup.wait_group(1)  # products of two groups before have read the registers that are written here
-            self.widen_chunk(raw, operands[c % 2])
+            self.widen(raw, operands[c % 2])
             words = cute.recast_tensor(operands[c % 2], Int32)
             for r in cutlass.range_constexpr(2):
                 multiplier = self.multiplier(rows[r], c, tid)
@@ -185,15 +185,6 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
                 cute.autovec_copy(four, cute.make_tensor(cute.recast_ptr(place, dtype=Int32), cute.make_layout(4)))
 
     @cute.jit
-    def widen_chunk(self, raw: cute.Tensor, operand: cute.Tensor):
-        """Four blocks of 16 columns of A, from 16 codes of each of two rows."""
-        words = cute.recast_tensor(operand, Int32)
-        for r in cutlass.range_constexpr(2):
-            pairs = codes.row_numbers(raw, r)
-            for k in cutlass.range_constexpr(4):
-                words[4 * k + r], words[4 * k + 2 + r] = pairs[2 * k], pairs[2 * k + 1]
-
-    @cute.jit
     def slow_tile(self, smem, acc: cute.Tensor, raw: cute.Tensor, tile: Int32, tid: Int32):
         """S^T of a tile, products of codes times scale and power of Q in float32: rare, so without overlap."""
         stage, result = self.edges.keys.index(tile), cute.make_rmem_tensor_like(acc)
@@ -230,7 +221,7 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
         for step in cutlass.range(4 * self.chunks, unroll=1):
             c, owner = step // 4, step % 4
             self.load_chunk(smem, raw, stage, c, tid)
-            self.widen_chunk(raw, operand)
+            self.widen(raw, operand)
             if tid % 4 != owner:
                 for i in cutlass.range_constexpr(cute.size(words)):
                     words[i] = 0
@@ -261,20 +252,3 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
             pointer = smem.codes.data_ptr() + cute.assume(start + (place ^ (16 * r)) + LINE_BYTES * r, divby=16)
             source = cute.make_tensor(cute.recast_ptr(pointer, dtype=raw.element_type), cute.make_layout(16))
             cute.autovec_copy(source, raw[None, r])
-
-    @cute.jit
-    def store_s(self, smem, acc: tuple, tile: Int32, tid: Int32, is_shifted: cutlass.Constexpr = False):
-        """Stores S^T for the softmax, which has read the stage."""
-        s, q = wgmma.by_row(acc[0]), tid % 4
-        s_stage = self.edges.s.index(tile)
-        self.store_unit(smem, s_stage, tid, is_shifted)
-        start = smem.s.data_ptr() + s_stage * (TOKENS_PER_TILE * self.heads)
-        four = cute.make_rmem_tensor((2, 2), Float32)
-        for block in cutlass.range_constexpr(self.heads // 8):
-            for e in cutlass.range_constexpr(2):
-                for r in cutlass.range_constexpr(2):
-                    four[r, e] = s[r, 2 * block + e]
-            pointer = start + cute.assume(s_offset(8 * block + 2 * q, key_of_row(tid, 0) // 2), divby=4)
-            cute.autovec_copy(four, cute.make_tensor(pointer, cute.make_layout((2, 2))))
-        self.edges.s.arrive(smem, tile)
-        self.stamp(smem, tile, 2, 1, tid)

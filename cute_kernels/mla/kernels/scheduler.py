@@ -1,6 +1,6 @@
 """Which work tiles a CTA has, and which keys: some heads of a query over all of its keys, or over a range of them."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -10,22 +10,6 @@ from cute_kernels.mla.spec import CUT_TILES, TOKENS_PER_TILE, WORK_TILE_OVERHEAD
 
 WARP = 32
 END = 1 << 30  # past the key tiles of any query
-
-
-class Schedule(Protocol):
-    """What the scheduler needs of a spec."""
-
-    @property
-    def sparse(self) -> bool: ...
-
-    @property
-    def split(self) -> bool: ...
-
-    @property
-    def balanced(self) -> bool: ...
-
-    @property
-    def has_extra(self) -> bool: ...
 
 
 class Divisors(NamedTuple):
@@ -120,7 +104,7 @@ def tiles_of(keys: Int32) -> Int32:
 
 
 class Scheduler:
-    """Device code for any thread.
+    """Device code for any thread; `spec` is a MlaDecodeSpec or a MlaCrossoverSpec.
 
     A query has key tiles of the first cache, then, where there is one, those of the second: none has keys of both.
 
@@ -134,7 +118,7 @@ class Scheduler:
     place of the partial.
     """
 
-    def __init__(self, spec: Schedule):
+    def __init__(self, spec):
         self.sparse, self.split, self.balanced = spec.sparse, spec.split, spec.balanced
         self.has_extra = spec.has_extra
 

@@ -129,19 +129,13 @@ def scale_tensor(smem, stages: int) -> cute.Tensor:
     return smem.scale.get_tensor(cute.make_layout((QUANT_TILES, TOKENS_PER_TILE * stages)))
 
 
-def weights(smem, stage: Int32, quant_tile, tid: Int32) -> cute.Tensor:
+def weights(smem, stage: Int32, quant_tile, tid: Int32, quant_tiles: int = QUANT_TILES) -> cute.Tensor:
     """Scales times a weight of a quant tile as float16, of the 16 keys that a thread multiplies: (8, 2), 8 of 32 keys.
 
     Keys are ordered by the thread that needs them: 32 x half, 8 x (tid % 4), 4 x (block of 16), 2 x (block of 8), 1.
+    Where keys are scaled, `quant_tiles` is `spec.scale_bytes`.
     """
-    start = (stage * QUANT_TILES + quant_tile) * TOKENS_PER_TILE + tid % 4 * 8
-    pointer = smem.weight.data_ptr() + cute.assume(start, divby=8)
-    return cute.make_tensor(pointer, cute.make_layout((8, 2), stride=(1, TOKENS_PER_TILE // 2)))
-
-
-def multipliers(smem, spec: MlaDecodeSpec, stage: Int32, quant_tile, tid: Int32) -> cute.Tensor:
-    """Multipliers of a quant tile of keys that are scaled, of the 16 keys that a thread multiplies; see `weights`."""
-    start = (stage * spec.scale_bytes + quant_tile) * TOKENS_PER_TILE + tid % 4 * 8
+    start = (stage * quant_tiles + quant_tile) * TOKENS_PER_TILE + tid % 4 * 8
     pointer = smem.weight.data_ptr() + cute.assume(start, divby=8)
     return cute.make_tensor(pointer, cute.make_layout((8, 2), stride=(1, TOKENS_PER_TILE // 2)))
 

@@ -14,14 +14,6 @@ class KeyTensors(NamedTuple):
     mLength: cute.Tensor
 
 
-class Grid(NamedTuple):
-    """How a launch is cut: splits of a query, work tiles of all CTAs, CTAs that decode (merge CTAs follow)."""
-
-    num_splits: Int32
-    work_tiles: Int32
-    decode_ctas: Int32
-
-
 class KeySource(NamedTuple):
     """Where the rows of a work tile's keys are found.
 

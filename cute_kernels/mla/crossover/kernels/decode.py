@@ -45,7 +45,7 @@ from cutlass.memory import SmemAllocator
 from cute_kernels.device import softmax, token_cache
 from cute_kernels.device.pipeline import initialize
 from cute_kernels.device.trace import Tracer
-from cute_kernels.mla.crossover.kernels.arguments import Grid, KeyTensors
+from cute_kernels.mla.crossover.kernels.arguments import KeyTensors
 from cute_kernels.mla.crossover.kernels.load import LoadWarpgroup
 from cute_kernels.mla.crossover.kernels.pipelines import pipelines
 from cute_kernels.mla.crossover.kernels.pv import PvWarpgroups
@@ -55,13 +55,14 @@ from cute_kernels.mla.crossover.spec import ROLES, MlaCrossoverSpec
 from cute_kernels.mla.kernels.arguments import (
     Partials,
     Results,
+    Sizes,
     fake_keys,
     fake_results,
     fake_strided,
     uniform_partials,
 )
 from cute_kernels.mla.kernels.load_q import QTma, make_q_tma
-from cute_kernels.mla.kernels.merge import MergeTask, PartialMerger
+from cute_kernels.mla.kernels.merge import PartialMerger
 from cute_kernels.mla.kernels.scheduler import Divisors, Share, WorkTable
 from cute_kernels.mla.kernels.smem import WARPS
 from cute_kernels.mla.kernels.tile import QK
@@ -71,9 +72,6 @@ class MlaCrossoverKernel:
     """See the module's docstring. `spec` holds all that is fixed at compile time."""
 
     def __init__(self, spec: MlaCrossoverSpec):
-        reasons = spec.can_implement()
-        if reasons:
-            raise ValueError("; ".join(reasons))
         self.spec = spec
         self.roles = spec.roles
         self.load = LoadWarpgroup(spec)
@@ -129,7 +127,7 @@ class MlaCrossoverKernel:
             partials = uniform_partials(scratch, num_splits, batch, s_q, h_q)
         q = make_q_tma(mQ, self.spec.heads)
         sizes = (mKV.shape[1], head_blocks, num_splits, s_q, merge_ctas)
-        *divisors, merge_divisor = (cute.fast_divmod_create_divisor_v2(size) for size in sizes)
+        divisors = Divisors(*(cute.fast_divmod_create_divisor_v2(size) for size in sizes))
         head_groups = batch * s_q * head_blocks
         work_tiles, ctas = head_groups * num_splits, cutlass.min(head_groups * num_splits, max_ctas)
         self.kernel(
@@ -139,11 +137,9 @@ class MlaCrossoverKernel:
             counters,
             zero_row,
             softmax_scale * softmax.LOG2_E,
-            Grid(num_splits, work_tiles, ctas),
-            causal,
+            Sizes(num_splits, work_tiles, ctas, causal),
             trace,
-            Divisors(*divisors),
-            merge_divisor,
+            divisors,
         ).launch(
             grid=[ctas + (head_groups * merge_ctas if const_expr(self.spec.split) else 0), 1, 1],
             block=[self.spec.threads, 1, 1],
@@ -162,11 +158,9 @@ class MlaCrossoverKernel:
         counters: Int64,
         zero_row: Int64,
         scale_log2: Float32,
-        grid: Grid,
-        causal: Int32,
+        sizes: Sizes,
         trace: Int64,
         divisors: Divisors,
-        merge_divisor: cute.FastDivmodDivisorV2,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -189,18 +183,18 @@ class MlaCrossoverKernel:
         cute.arch.cluster_wait()
 
         zero = Int32(0)
-        share = Share(block, grid.work_tiles, grid.decode_ctas, zero, zero, zero, zero)
-        table = WorkTable(*keys, grid.num_splits, causal, divisors, share, zero_row)
+        share = Share(block, sizes.work_tiles, sizes.decode_ctas, zero, zero, zero, zero)
+        table = WorkTable(*keys, sizes.num_splits, sizes.causal, divisors, share, zero_row)
 
         registers = self.spec.registers
         is_merge = False
         if const_expr(self.spec.split):
-            is_merge = block >= grid.decode_ctas
+            is_merge = block >= sizes.decode_ctas
         # compared here, not in the branch: there ptxas lays out the code differently
         is_qk = warp_idx < WARPS * (self.roles.qk[0] + 1)
         if is_merge:
             if const_expr(self.spec.split):
-                self.merge(smem, results, counters, grid, divisors, merge_divisor, block)
+                self.merger.run(smem, smem.nope, results, counters, sizes, divisors, block)
         elif warp_idx < WARPS * (self.roles.load[0] + 1):
             cute.arch.setmaxregister_decrease(registers.load)
             self.load.run(smem, table, rank, tidx)
@@ -214,18 +208,3 @@ class MlaCrossoverKernel:
             self.tracer.anchor(smem.trace.ptr, 1)
         cute.arch.cluster_arrive_relaxed()  # neither CTA leaves while the other one may read or write here
         cute.arch.cluster_wait()
-
-    @cute.jit
-    def merge(
-        self, smem, results: Results, counters: Int64, grid: Grid, divisors: Divisors, merge_divisor, block: Int32
-    ):
-        """Merges the partials of a block of heads of a query, or the part of them that this merge CTA has."""
-        group, part = divmod(block - grid.decode_ctas, merge_divisor)
-        query, head_block = divmod(group, divisors.head_blocks)
-        first_partial, count = Int32(0), grid.num_splits
-        if count > 0:
-            request, query_of_request = divmod(query, divisors.s_q)
-            head_group = query * divisors.head_blocks.divisor + head_block
-            parts = merge_divisor.divisor
-            task = MergeTask(query, request, query_of_request, head_block, first_partial, count, part, parts)
-            self.merger.run(smem.nope, results, counters, head_group, task)

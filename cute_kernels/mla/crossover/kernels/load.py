@@ -26,7 +26,7 @@ class LoadWarpgroup:
     def __init__(self, spec: MlaCrossoverSpec):
         self.exchange = spec.exchange
         self.peer = Exchange(spec)
-        self.finder = KeyFinder(spec)
+        self.finder = KeyFinder(spec.sparse)
         _, self.keys, _, _, self.codes = pipelines(spec)
         self.scheduler = Scheduler(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))

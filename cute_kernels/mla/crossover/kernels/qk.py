@@ -45,7 +45,7 @@ class QkWarpgroup:
     def __init__(self, spec: MlaCrossoverSpec):
         self.q = QConverter()
         self.scheduler = Scheduler(spec)
-        self.finder = KeyFinder(spec)
+        self.finder = KeyFinder(spec.sparse)
         _, self.keys, self.p, _, _ = pipelines(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
 

@@ -16,7 +16,7 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -146,15 +146,14 @@ def prepare(calls: Sequence[Call], *, expected: Expected | None = None) -> Graph
     timing.warm(calls)
     groups = [[call] for call in calls] if _is_long(calls) else [list(calls)]
     small = small_kernel()
-    plain, layered = (
-        [timing.capture([functools.partial(make, call) for call in group], warmed=True) for group in groups]
-        for make in (_only, functools.partial(_after, small))
-    )
-    kinds = []
-    for captured in (layered, plain):
-        replays = tuple(graph.replay for graph, _ in captured)
-        kinds.append((replays, list(itertools.chain.from_iterable(results for _, results in captured))))
-    return Graphs(len(groups[0]), kinds[1][0], kinds[0][0], tuple(kinds), expected, tuple(calls))
+    plain = [timing.capture(group, warmed=True) for group in groups]
+    layered = [
+        timing.capture([functools.partial(_after, small, call) for call in group], warmed=True) for group in groups
+    ]
+    back_to_back, in_layer = (tuple(graph.replay for graph, _ in captured) for captured in (plain, layered))
+    written = ((in_layer, layered), (back_to_back, plain))
+    results = tuple((replays, [one for _, found in captured for one in found]) for replays, captured in written)
+    return Graphs(len(groups[0]), back_to_back, in_layer, results, expected, tuple(calls))
 
 
 def prepare_eager(calls: Sequence[Call]) -> Graphs:
@@ -162,10 +161,6 @@ def prepare_eager(calls: Sequence[Call]) -> Graphs:
     timing.warm(calls)
     small = small_kernel()
     return Graphs(1, tuple(calls), tuple(functools.partial(_after, small, call) for call in calls))
-
-
-def _only(call: Call) -> Any:
-    return call()
 
 
 def _after(small: Call, call: Call) -> Any:
@@ -179,7 +174,7 @@ def _all(replays: Sequence[Call]) -> None:
 
 
 def _is_long(calls: Sequence[Call]) -> bool:
-    return _seconds(lambda: _all(calls)) > LONG_CALL_SECONDS * len(calls)
+    return timing.event_seconds(lambda: _all(calls)) > LONG_CALL_SECONDS * len(calls)
 
 
 def small_kernel() -> Call:
@@ -192,13 +187,9 @@ def _small_tensor(device: int) -> torch.Tensor:
     return torch.zeros(SMALL_ELEMENTS, dtype=torch.float32, device=torch.device("cuda", device))
 
 
-def _small_graph(calls: int) -> Call:
-    """Replays so many small kernels."""
-    return _captured_small(calls, torch.cuda.current_device())
-
-
 @functools.cache
-def _captured_small(calls: int, device: int) -> Call:
+def _small_graph(calls: int, device: int) -> Call:
+    """Replays so many small kernels on the current device."""
     graph, _ = timing.capture([small_kernel()] * calls)
     return graph.replay
 
@@ -270,7 +261,7 @@ class _Timed:
     def __init__(self, graphs: Graphs) -> None:
         self.graphs = graphs
         kinds = {
-            "small": (_small_graph(graphs.calls),),
+            "small": (_small_graph(graphs.calls, torch.cuda.current_device()),),
             "in-layer": graphs.in_layer,
             "back to back": graphs.back_to_back,
         }
@@ -278,7 +269,7 @@ class _Timed:
         self.seconds: dict[str, float] = {}
         for kind in kinds:
             self.replay(kind)  # uncounted: the first replay of a graph uploads it
-            self.seconds[kind] = _seconds(functools.partial(self.replay, kind))
+            self.seconds[kind] = timing.event_seconds(functools.partial(self.replay, kind))
         self.spans: dict[str, list[float]] = {kind: [] for kind in kinds}
         self.turns: list[float] = []
         self._small_in_turns: list[float] = []
@@ -426,13 +417,3 @@ def _clocks_before(end: torch.cuda.Event, most: int) -> list[float]:
             break
         clocks.append(reading)
     return clocks
-
-
-def _seconds(work: Callable[[], Any]) -> float:
-    """Of work that is enqueued alone."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    work()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1e-3

@@ -13,7 +13,6 @@ import math
 import pathlib
 import platform
 import re
-import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
@@ -256,10 +255,7 @@ def package_version(name: str) -> str:
 
 
 def _driver_version() -> str:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return UNKNOWN
-    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         lines = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
     except (OSError, subprocess.SubprocessError):

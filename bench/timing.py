@@ -116,9 +116,7 @@ def capture_stream() -> torch.cuda.Stream:
     return _stream_of(torch.cuda.current_device())
 
 
-@functools.cache
-def _stream_of(device: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+_stream_of = functools.cache(torch.cuda.Stream)
 
 
 def warm(calls: Sequence[Call]) -> None:
@@ -207,16 +205,18 @@ def host_medians(*calls: Call) -> list[float]:
     return [statistics.median(spans) for spans in rounds]
 
 
+def event_seconds(call: Call) -> float:
+    """Seconds of one call on the GPU."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e-3
+
+
 def time_eager(call: Call, repeats: int) -> float:
-    """Seconds of one call of a millisecond or more: median over event-timed repeats, after two warm-up calls."""
+    """Seconds of one call of a millisecond or more: the median, after two warm-up calls."""
     call()
     call()
-    spans = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        spans.append(begin.elapsed_time(end) * 1e-3)
-    return statistics.median(spans)
+    return statistics.median(event_seconds(call) for _ in range(repeats))

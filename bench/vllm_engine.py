@@ -11,7 +11,7 @@ import gc
 import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,14 +38,8 @@ PROMPT_RUNS = 3
 """Of a prompt, after one that is not timed; the median counts."""
 
 ATTENTION = (
-    "gqadecode",
-    "mergekernel",
-    "flash",
-    "fmha",
-    "combine",
-    "reduce_segments",
-    "kernel_unified",
-    "prepare_varlen",
+    *("gqadecode", "mergekernel", "flash", "fmha", "combine"),
+    *("reduce_segments", "kernel_unified", "prepare_varlen"),
 )
 NOT_ATTENTION = ("reshape_and_cache", "append")
 
@@ -302,16 +296,29 @@ def kernel_times(run: Callable[[], Any], group: Callable[[list[tuple[str, float]
 
 
 def shares(events: list[tuple[str, float]]) -> dict[str, Any]:
-    """Milliseconds of a step from microseconds of `PROFILED` steps, by kernel."""
-    events = sorted(events, key=lambda pair: -pair[1])
+    """Milliseconds of a step from microseconds of `PROFILED` steps, those of attention apart."""
+    found = shares_of(events, {"attention": ATTENTION}, NOT_ATTENTION)
+    return {**found, "attention_ms": found["shares_ms"]["attention"]}
 
-    def is_attention(name: str) -> bool:
-        name = name.lower()
-        return any(word in name for word in ATTENTION) and not any(word in name for word in NOT_ATTENTION)
 
+def shares_of(
+    events: list[tuple[str, float]], kinds: Mapping[str, Sequence[str]], hidden: Sequence[str]
+) -> dict[str, Any]:
+    """Milliseconds of a step from microseconds of `PROFILED` steps, and of each kind of kernels.
+
+    Args:
+        events: names and microseconds.
+        kinds: by kind, words of which a kernel's name has one; the first kind that fits counts, else "rest".
+        hidden: words of kernels that are of no kind.
+    """
+    found = dict.fromkeys((*kinds, "rest"), 0.0)
+    for name, us in events:
+        small = name.lower()
+        known = not any(word in small for word in hidden)
+        kind = next((kind for kind, words in kinds.items() if known and any(w in small for w in words)), "rest")
+        found[kind] += us / PROFILED / 1e3
+    longest = sorted(events, key=lambda event: -event[1])[:8]
     return {
-        "gpu_ms": sum(us for _, us in events) / PROFILED / 1e3,
-        "attention_ms": sum(us for name, us in events if is_attention(name)) / PROFILED / 1e3,
-        "attention_kernels": [name[:100] for name, _ in events if is_attention(name)][:4],
-        "kernels": [[name[:100], us / PROFILED / 1e3] for name, us in events[:8]],
-    }
+        "gpu_ms": sum(found.values()), "shares_ms": found,
+        "kernels": [[name[:100], us / PROFILED / 1e3] for name, us in longest],
+    }  # fmt: skip

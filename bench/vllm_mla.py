@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 import fp8_mla
-from bench import vllm_choices, vllm_engine, vllm_shadow
+from bench import vllm_choices, vllm_engine, vllm_models, vllm_shadow
 
 if TYPE_CHECKING:
     from bench.vllm_pool import Messages
@@ -217,8 +217,7 @@ def save_v4(folder: pathlib.Path) -> None:
             "scale_fmt": "ue8m0",
         },
     }  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    vllm_models.write_config(config, folder)
 
 
 # ---- engines
@@ -435,8 +434,7 @@ def save_v32(folder: pathlib.Path, heads: int, max_positions: int) -> None:
         "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, "mlp_layer_types": ["dense"] * LAYERS,
     }  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    vllm_models.write_config(config, folder)
 
 
 def steps(options: dict[str, Any], messages: Messages) -> None:
@@ -515,14 +513,4 @@ def fill_index(pages: Any) -> None:
 
 def shares(events: list[tuple[str, float]]) -> dict[str, Any]:
     """Milliseconds of a step from microseconds of `PROFILED` steps, by `SHARES`."""
-    found = dict.fromkeys((*SHARES, "rest"), 0.0)
-    for name, us in events:
-        small = name.lower()
-        hidden = any(word in small for word in NOT_SHARED)
-        which = next((s for s, words in SHARES.items() if not hidden and any(w in small for w in words)), "rest")
-        found[which] += us / vllm_engine.PROFILED / 1e3
-    longest = sorted(events, key=lambda event: -event[1])[:8]
-    return {
-        "gpu_ms": sum(found.values()), "shares_ms": found,
-        "kernels": [[name[:100], us / vllm_engine.PROFILED / 1e3] for name, us in longest],
-    }  # fmt: skip
+    return vllm_engine.shares_of(events, SHARES, NOT_SHARED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -54,5 +55,10 @@ def save_llama_8b(folder: pathlib.Path, layers: int, max_positions: int) -> None
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "dtype": "bfloat16",
         "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
+    write_config(config, folder)
+
+
+def write_config(config: Mapping[str, Any], folder: pathlib.Path) -> None:
+    """Writes a model's configuration where vLLM looks for it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

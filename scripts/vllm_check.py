@@ -26,8 +26,6 @@ and transformers.
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -41,6 +39,7 @@ sys.path.insert(0, str(ROOT))  # runs from a checkout, installed or not
 import fp8_mla  # noqa: E402
 from bench import jsonl, vllm_jobs, vllm_mla, vllm_pool  # noqa: E402
 from bench.progress import Progress  # noqa: E402
+from bench.records import package_version, today  # noqa: E402
 from bench.vllm_jobs import CACHES, INT8  # noqa: E402
 from bench.vllm_pool import Job  # noqa: E402
 
@@ -55,6 +54,7 @@ BACKENDS = {
 }
 PARTS = ("mla-tokens", "mla-steps", "tokens", "speed", "first", "sparse", "prompts", "warm")
 BATCHES, CONTEXTS, LAYERS = (1, 16, 64), (8192, 32768, 1024), 4
+PACKAGES = ("vllm", "torch", "transformers", "nvidia-cutlass-dsl", "apache-tvm-ffi", "triton")
 ROOM = 128  # tokens of a timed request after its prompt
 TOKENS = 512
 FIRST = ((1, 8192), (1, 32768), (4, 8192))
@@ -290,7 +290,12 @@ class Report:
         self.pool: vllm_pool.Pool | None = None
         old = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
         self.found: dict[str, Any] = {k: v for k, v in old.items() if k not in options.parts}
-        self.found |= {"card": "unknown", "date": f"{datetime.date.today()}", "versions": versions(), "others": {}}
+        self.found |= {
+            "card": "unknown",
+            "date": today(),
+            "versions": {name: package_version(name) for name in PACKAGES},
+            "others": {},
+        }
         self.found |= {part: {} for part in options.parts}
         for part in {"speed", "first", "mla-steps"} & set(options.parts):
             self.found[part]["layers"] = vllm_mla.LAYERS if part == "mla-steps" else options.layers
@@ -392,18 +397,6 @@ def failures(found: dict[str, Any]) -> list[str]:
         if not isinstance(case["ours_us"], float) or case.get("difference", 0) >= 0.01:
             wrong.append(f"sparse: {in_words(case)}")
     return wrong
-
-
-def versions() -> dict[str, str]:
-    """Of what takes part."""
-    names = ("vllm", "torch", "transformers", "nvidia-cutlass-dsl", "apache-tvm-ffi", "triton")
-    found = {}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "unknown"
-    return found
 
 
 # ---- the command

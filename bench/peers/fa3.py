@@ -9,7 +9,8 @@ from typing import Any, Final
 
 import torch
 
-from bench.peers.offer import FLASH_ATTENTION, FP8_LIMIT, LIMIT, Offer, digest, folder_of, installed
+from bench.peers.offer import FLASH_ATTENTION, FP8_LIMIT, LIMIT, Offer, digest, folder_of
+from bench.records import package_version
 from tests.kit.gqa_cases import KV_DTYPES, GqaCase
 from tests.kit.sink_cases import SinkCase
 
@@ -75,7 +76,7 @@ def version() -> str:
     if isinstance(found, str):
         return f"missing: {found}"
     library = "" if isinstance(folder, str) else f", {LIBRARY} sha256 {digest([folder / LIBRARY])}"
-    return f"vllm {installed('vllm')}{library}"
+    return f"vllm {package_version('vllm')}{library}"
 
 
 def forward(**arguments: Any) -> torch.Tensor:

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from bench.peers.offer import FLASH_ATTENTION, Offer, digest, folder_of, installed
+from bench.peers.offer import FLASH_ATTENTION, Offer, digest, folder_of
+from bench.records import package_version
 from tests.kit.sink_cases import SinkCase
 
 DSL: Final = "cutlass"
@@ -64,7 +65,7 @@ def version() -> str:
     if isinstance(found, str) or isinstance(folder, str):
         return f"missing: {found if isinstance(found, str) else folder}"
     sources = digest(sorted((folder / "cute").glob("*.py")))
-    return f"vllm {installed('vllm')}, cute sha256 {sources}, quack-kernels {installed('quack-kernels')}"
+    return f"vllm {package_version('vllm')}, cute sha256 {sources}, quack-kernels {package_version('quack-kernels')}"
 
 
 def prefill(case: Any, inputs: Sequence[SinkCase], store: Any) -> Offer | None:

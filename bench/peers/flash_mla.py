@@ -11,7 +11,8 @@ from typing import Any, Final
 
 import torch
 
-from bench.peers.offer import Offer, digest, installed, load
+from bench.peers.offer import Offer, digest, load
+from bench.records import package_version
 from tests.kit.mla_cases import DecodeCase
 
 SPARSE_HEADS: Final = (64, 128)
@@ -25,7 +26,7 @@ def version() -> str:
     if isinstance(module, str):
         return f"missing: {module}"
     libraries = sorted(pathlib.Path(module.__file__ or "").parent.glob("*.so"))
-    own = getattr(module, "__version__", None) or installed("flash_mla")
+    own = getattr(module, "__version__", None) or package_version("flash_mla")
     return ", ".join([str(own), *(f"{path.name} sha256 {digest([path])}" for path in libraries)])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
-import importlib.metadata
 import importlib.util
 import pathlib
 import types
@@ -64,14 +63,6 @@ def folder_of(package: str) -> pathlib.Path | str:
         if folder.is_dir():
             return folder
     return f"{name} is not installed" if found is None else f"{name} is installed without {'.'.join(inner)}"
-
-
-def installed(name: str) -> str:
-    """Version of a distribution."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
 
 
 def digest(paths: Iterable[pathlib.Path]) -> str:

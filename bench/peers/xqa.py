@@ -23,7 +23,8 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from bench.peers.fa3 import as_dtype
-from bench.peers.offer import FP8_LIMIT, Offer, digest, folder_of, installed
+from bench.peers.offer import FP8_LIMIT, Offer, digest, folder_of
+from bench.records import package_version
 from tests.kit.gqa_cases import GqaCase
 
 FOLDER: Final = pathlib.Path(__file__).resolve().parents[2] / "build" / "peers"
@@ -177,4 +178,4 @@ def version() -> str:
     data = _data()
     if isinstance(data, str):
         return f"missing: {data}"
-    return f"flashinfer-python {installed('flashinfer-python')}, csrc/xqa sha256 {_digest(data)}"
+    return f"flashinfer-python {package_version('flashinfer-python')}, csrc/xqa sha256 {_digest(data)}"

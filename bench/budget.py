@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from bench import gqa, mla, records
@@ -17,6 +17,7 @@ from bench.kernels_run import mark
 from bench.mla import HEADS_OF_CTA, MlaCase
 from bench.records import Record
 from bench.report import markdown as report_markdown
+from bench.report.markdown import aligned
 from cute_kernels.budget import model, variants
 from cute_kernels.budget.rates import H200, PUBLISHED_H800, Rates
 from cute_kernels.budget.variants import (
@@ -232,12 +233,6 @@ def markdown(rows: Table) -> list[str]:
     return report_markdown.table(rows[0], rows[1:])
 
 
-def plain(rows: Table) -> list[str]:
-    """A table for a terminal."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
 PARTS: Final[Mapping[str, Callable[[], list[str]]]] = {
     "budget-mla": lambda: markdown(mla_table()),
     "budget-gqa": lambda: markdown(gqa_table()),
@@ -252,19 +247,14 @@ def errors(record: Record) -> list[str]:
     return report_markdown.paragraphs(*tables)
 
 
-def print_predictions(rates: Rates = H200, say: Callable[[str], None] = print) -> None:
-    """The tables that need no measurement."""
-    say(f"Cycles per token and CTA of 64 heads, {HEADS} heads; rates of {rates.card}")
-    _say(plain(mla_table(rates)), say)
-    say("Time of a call")
-    _say(plain(speed_table(rates)), say)
-    say("GQA: cycles per token and KV head of 128")
-    _say(plain(gqa_table(rates)), say)
-
-
-def _say(lines: Iterable[str], say: Callable[[str], None]) -> None:
-    for line in (*lines, ""):
-        say(line)
+def predictions(rates: Rates = H200) -> list[str]:
+    """The tables that need no measurement, for a terminal."""
+    return [
+        f"Cycles per token and CTA of 64 heads, {HEADS} heads; rates of {rates.card}",
+        *(*aligned(mla_table(rates)), "", "Time of a call"),
+        *(*aligned(speed_table(rates)), "", "GQA: cycles per token and KV head of 128"),
+        *(*aligned(gqa_table(rates)), ""),
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -279,10 +269,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"LATENCY_CYCLES, CTA_CYCLES = {latency:.1f}, {cta:_.1f}  # in cute_kernels/budget/variants.py")
         print(f"now: {variants.LATENCY_CYCLES}, {variants.CTA_CYCLES:_}")
         return 0
-    print_predictions()
-    print(f"Against {record['card']}, {record['date']}")
-    _say(plain(mla_errors(record)), print)
-    _say(plain(gqa_errors(record)), print)
+    compared = [*aligned(mla_errors(record)), "", *aligned(gqa_errors(record))]
+    print("\n".join([*predictions(), f"Against {record['card']}, {record['date']}", *compared]))
     return 0
 
 

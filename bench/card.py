@@ -1,13 +1,25 @@
-"""A Hopper card and its prediction: measure its ceilings, predict the cases, run them, compare.
+"""Measure a Hopper card's ceilings, predict what the kernels should reach on it, run them, and compare.
 
-scripts/run_h800_bench.sh runs this and says what the options mean.
+    bash scripts/run_h800_bench.sh                    all of it
+    bash scripts/run_h800_bench.sh --quick            few cases
+    bash scripts/run_h800_bench.sh --only 'sparse'    cases whose name matches
+    bash scripts/run_h800_bench.sh --trace            a CTA's timeline by warp role as well
+
+Ten lines come first: the card, its ceilings, its clock under load, and the standard case of each operator with what it
+reaches and what binds it. Details follow, first the budget of each unit. Progress goes to standard error.
+
+Writes bench.jsonl, and with --trace trace.svg, into results/bench_<card>/; a run that leaves something out into
+build/bench_<card>/, unless --out says where. Without an SM90 GPU it prints the predictions. The name does not choose a
+card: everything printed and written names the one that it ran on.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import pathlib
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -18,11 +30,13 @@ from bench.ceilings import measure_ceilings
 from bench.progress import Progress
 from bench.records import Record
 from bench.report.cases import peer_name, peer_of
-from bench.report.markdown import short
+from bench.report.markdown import aligned, short
 from cute_kernels.budget import model
 from cute_kernels.budget.rates import H200, Rates
+from cute_kernels.runtime.arch import is_sm90
 from cute_kernels.runtime.compile import precompile
 
+NO_GPU: Final = "No SM90 GPU was found (Hopper, compute capability 9.0): nothing was measured, these are predictions."
 SWEEP: Final = tuple(mla.MlaCase("sparse", 128, 128, 2, topk, peers=("flash_mla",)) for topk in (512, 8192, 32768))
 """The published case at other topk, 32768 among them."""
 MLA_CASES: Final = (*budget.PREDICTED, *SWEEP)
@@ -157,8 +171,7 @@ def measure(options: argparse.Namespace) -> int:
     sms = torch.cuda.get_device_properties("cuda").multi_processor_count
     measured = {rate: ceilings[name] for rate, name in budget.CEILINGS.items()}
     rates = H200.measured({"card": card, "sms": sms, **measured})
-    details: list[str] = []
-    budget.print_predictions(rates, details.append)
+    details = budget.predictions(rates)
     wanted = _wanted(options)
     with progress.step("kernels"):
         traced = [timeline.SPEC] if options.trace else []
@@ -168,7 +181,7 @@ def measure(options: argparse.Namespace) -> int:
     found = [predicted(case, bench, rates) for case, (bench, _) in zip(found, wanted, strict=True)]
     record = {**machine, "ceilings": ceilings, "rates": dataclasses.asdict(rates), "cases": found}
     jsonl.write(record, folder / "bench.jsonl")
-    print("\n".join([*summary(machine, ceilings, found), "", *details, *budget.plain(case_table(found))]))
+    print("\n".join([*summary(machine, ceilings, found), "", *details, *aligned(case_table(found))]))
     if errors := [abs(case["model_error"]) for case in found if "model_error" in case]:
         far = sum(error > 0.15 for error in errors)
         print(f"the budget is off by {statistics.median(errors):.1%} in the median, by more than 15% in {far} cases")
@@ -188,3 +201,21 @@ def _wanted(options: argparse.Namespace) -> list[tuple[Any, Any]]:
     predictable += [(case, stores["gqa"]) for case in run.selected(GQA_CASES, options.quick, options.only)]
     others = [(case, stores[name]) for name, some in OTHERS.items() for case in run.selected(some, False, options.only)]
     return predictable + others
+
+
+def main() -> int:
+    """Runs from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few cases")
+    parser.add_argument("--only", metavar="REGEX", help="cases whose name matches")
+    parser.add_argument("--trace", action="store_true", help="draw a CTA's timeline by warp role")
+    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="where to write")
+    options = parser.parse_args()
+    if torch.cuda.is_available() and is_sm90(torch.device("cuda")):
+        return measure(options)
+    print("\n".join([*budget.predictions(), NO_GPU]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -23,6 +23,7 @@ from bench.in_layer import Graphs, Timing, prepare, time_together
 from bench.peers import OURS, Peer
 from bench.progress import Progress
 from bench.records import Record
+from bench.report.markdown import aligned
 from bench.timing import Call, Expected, host_times
 from tests.kit.compare import Comparison
 
@@ -215,9 +216,7 @@ def same_bits(name: str, got: Mapping[str, torch.Tensor], expected: Mapping[str,
 def table(cases: Sequence[Mapping[str, Any]]) -> str:
     """One line a case: what it was, its times and rates, whether that is enough, the peers' times over ours."""
     header = ("case", "us", "alone", "loaded", "MHz", "TFLOP/s", "GB/s", "of ceiling", "must", "peer/ours", "loaded")
-    rows = [header, *map(_row, cases)]
-    widths = [max(len(row[column]) for row in rows if len(row) == len(header)) for column in range(len(header))]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(aligned([header, *map(_row, cases)]))
 
 
 def _row(case: Mapping[str, Any]) -> tuple[str, ...]:

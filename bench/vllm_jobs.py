@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -53,19 +55,18 @@ def warm_calls(parts: list[str], max_tokens: int) -> list[tuple[Any, tuple[int, 
     from tests.kit import tiny_models
 
     wanted: list[tuple[Any, tuple[int, ...], tuple[int, ...]]] = []
-    models: list[tuple[int, int, int, tuple[int | None, ...], int, int, tuple[str, ...]]] = []
+    layers: list[tuple[GqaCalls, int, int]] = []  # with tokens of a request, and requests
+    make = partial(GqaCalls, flash=_prompts_are_vllms)
     if "speed" in parts or "first" in parts:
-        models.append((32, 8, 128, (None,), max_tokens, 64, TIMED_CACHES))
+        layers += [(make(32, 8, 128, 128**-0.5, cache), max_tokens, 64) for cache in TIMED_CACHES]
     if "tokens" in parts:
         sizes = tiny_models.SIZES
         heads, kv_heads, d = (int(sizes[k]) for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-        models.append((heads, kv_heads, d, (None, tiny_models.WINDOW), vllm_models.MAX_POSITIONS, 32, CACHES))
-    for heads, kv_heads, d, windows, longest, batch, caches in models:
-        for cache in caches:
-            for window in windows:
-                layer = GqaCalls(heads, kv_heads, d, d**-0.5, cache, window=window, flash=_prompts_are_vllms)
-                for shape in layer.shapes(torch.bfloat16, PAGE, longest):
-                    wanted.append((shape, tuple(range(1, batch + 1)), (1,)))
+        for cache, window in itertools.product(CACHES, (None, tiny_models.WINDOW)):
+            layers.append((make(heads, kv_heads, d, d**-0.5, cache, window=window), vllm_models.MAX_POSITIONS, 32))
+    for layer, longest, batch in layers:
+        shapes = layer.shapes(torch.bfloat16, PAGE, longest)
+        wanted += [(shape, tuple(range(1, batch + 1)), (1,)) for shape in shapes]
     if "sparse" in parts:
         for heads in vllm_kernels.MLA_HEADS:
             shape = MlaShape(heads, vllm_kernels.MLA_TOPK, append=False)

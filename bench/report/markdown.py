@@ -18,6 +18,12 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (header, rule, *rows)]
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table for a terminal, the header first; a row that is shorter than that sets no width."""
+    widths = [max(len(row[column]) for row in rows if len(row) == len(rows[0])) for column in range(len(rows[0]))]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
 def paragraphs(*blocks: list[str]) -> list[str]:
     """The blocks that have lines, an empty line between them."""
     lines: list[str] = []

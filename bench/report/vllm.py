@@ -248,18 +248,13 @@ def run(found: Found) -> str:
 
 def sparse(found: Found) -> list[str]:
     """Sparse MLA by vLLM's forward."""
-    cases = found.get("sparse", {}).get("cases", [])
-    header = ("heads", "requests", "ours, us", "FlashMLA, us", "faster", "difference")
-    return _timed(cases, header, _sparse_row)
-
-
-def _sparse_row(case: Mapping[str, Any]) -> list[str]:
-    ours, theirs = (_us(case, name) for name in ("ours", "flashmla"))
-    ratio = theirs / ours if ours and theirs else None
-    return [
-        str(case["heads"]), str(case["requests"]), short(ours), short(theirs), times(ratio),
-        scientific(case.get("difference")),
-    ]  # fmt: skip
+    lines = []
+    for case in found.get("sparse", {}).get("cases", []):
+        ours, theirs = _us(case, "ours"), _us(case, "flashmla")
+        faster = times(theirs / ours if ours and theirs else None)
+        figures = [short(ours), short(theirs), faster, scientific(case.get("difference"))]
+        lines.append([str(case["heads"]), str(case["requests"]), *figures])
+    return table(("heads", "requests", "ours, us", "FlashMLA, us", "faster", "difference"), lines) if lines else []
 
 
 def _us(case: Mapping[str, Any], name: str) -> float | None:
@@ -286,20 +281,15 @@ def first(found: Found) -> list[str]:
 
 def prompts(found: Found) -> list[str]:
     """Attention of prompts: fresh ones, and those with tokens in the cache."""
-    cases = found.get("prompts", {}).get("cases", [])
-    parts = []
-    for kept, first_column, columns in (
-        (False, "requests x tokens", FRESH),
-        (True, "requests x new tokens, in the cache", CONTINUED),
-    ):
-        lines = [
-            [_prompt(case), *(short(_us(case, name)) for name in columns)]
-            for case in cases
-            if bool(case["context"]) is kept
-        ]
-        if lines:
-            parts.append(table((first_column, *columns.values()), lines))
-    return paragraphs(*parts)
+    parts: tuple[tuple[str, dict[str, str], list[list[str]]], ...] = (
+        ("requests x tokens", FRESH, []),
+        ("requests x new tokens, in the cache", CONTINUED, []),
+    )
+    for case in found.get("prompts", {}).get("cases", []):
+        _, columns, lines = parts[bool(case["context"])]
+        size = f"{case['requests']} x {case['tokens']}" + (f", {case['context']}" if case["context"] else "")
+        lines.append([size, *(short(_us(case, name)) for name in columns)])
+    return paragraphs(*(table((size, *columns.values()), lines) for size, columns, lines in parts if lines))
 
 
 FRESH = {
@@ -311,15 +301,6 @@ CONTINUED = {
     "flash_fp8": "FlashAttention 3 with FP8 queries", "ours_int8_per_token_head": "ours, INT8", "triton_int8": "Triton",
 }  # fmt: skip
 """What was measured, and its column."""
-
-
-def _prompt(case: Mapping[str, Any]) -> str:
-    size = f"{case['requests']} x {case['tokens']}"
-    return f"{size}, {case['context']}" if case["context"] else size
-
-
-def _timed(cases: Any, header: tuple[str, ...], row: Callable[[Mapping[str, Any]], list[str]]) -> list[str]:
-    return table(header, map(row, cases)) if cases else []
 
 
 def wrong(found: Found) -> list[str]:

@@ -11,14 +11,12 @@ from cute_kernels.gqa.block_table_spec import BlockTableSpec
 from cute_kernels.gqa.blocks_plan import Strided, decode_shape, virtual_view
 from cute_kernels.gqa.checks import capacity_of, check, pages_of, sizes_of, strided_of
 from cute_kernels.gqa.launch import launch as decode
-from cute_kernels.gqa.launch import signature
 from cute_kernels.gqa.layouts import LAYOUTS
 from cute_kernels.gqa.request import DECODE, Request
 from cute_kernels.runtime import memory
-from cute_kernels.runtime.checks import fail
 from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import PreparedLaunches, by_name
-from cute_kernels.runtime.overlap import share_storage
+from cute_kernels.runtime.ops import signature
 
 
 class PreparedLaunch(NamedTuple):
@@ -31,7 +29,7 @@ class PreparedLaunch(NamedTuple):
     table       template of the block table
     keys        template of the lengths
     no_length   stands for lengths that are left out
-    apart       see `share_storage`
+    apart       see `Operator.check_addresses`
     """
 
     make_table: Callable[..., None] | None
@@ -53,23 +51,18 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     q, k_cache, v_cache, indices = request["q"], request["k_cache"], request["v_cache"], given["indices"]
     out, lse, lengths, pages = request["out"], request["lse"], request["cache_seqlens"], request["block_table"]
     key = (
-        q.shape, q.dtype, signature(k_cache), signature(v_cache), signature(request["k_scale"]),
-        signature(request["v_scale"]), indices.shape, None if pages is None else pages.shape, lengths is None,
-        q.get_device(), DECODE.option_key(request), signature(out), signature(lse),
+        q.get_device(), q.shape, q.dtype, signature(k_cache), signature(v_cache), indices.shape, indices.dtype,
+        None if pages is None else (pages.shape, pages.dtype), None if lengths is None else lengths.dtype,
+        DECODE.key(request), signature(out), signature(lse),
         *(given[name] is None for name in ("s_aux", "alibi_slopes", "cache_starts", "window")),
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(key, request)
-    if (out is not None or lse is not None) and share_storage(
-        prepared.apart, out, lse, (None if out is q else q, *(given[name] for name in _READ))
-    ):
-        DECODE.check_outputs(request)
+    if out is not None or lse is not None:
+        DECODE.check_addresses(request, prepared.apart)
     if prepared.make_table is None:
         given = {**given, "indices": None}
         return decode(given)
     lengths = prepared.no_length if lengths is None else lengths
-    # the compiled kernel takes unsigned integers for signed ones
-    if any(t is not None and t.dtype is not torch.int32 for t in (indices, lengths, pages)):
-        fail("indices", indices.dtype, "int32", TypeError)
     table, keys = memory.empty_like(prepared.table), memory.empty_like(prepared.keys)
     prepared.make_table(request, mIndices=indices, mPages=pages, mLengths=lengths, mTable=table, mKeys=keys)
     results = decode(decode_request(request, prepared, table, keys))
@@ -95,9 +88,6 @@ def decode_request(request: Request, prepared: PreparedLaunch, table: torch.Tens
         "lse": None if lse is None else lse.reshape(rows, 1, -1),
     }
     return found
-
-
-_READ = tuple(name for name in DECODE.tensors if name not in ("q", *DECODE.written))
 
 
 def _in_place(given: torch.Tensor | None, found: torch.Tensor) -> torch.Tensor:

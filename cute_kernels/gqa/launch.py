@@ -15,25 +15,21 @@ from cute_kernels.gqa.plan import choose_spec, plan_decode
 from cute_kernels.gqa.request import DECODE, NO_WINDOW, Request
 from cute_kernels.gqa.spec import GqaDecodeSpec
 from cute_kernels.runtime import memory, workspace
-from cute_kernels.runtime.checks import fail
 from cute_kernels.runtime.compile import get_kernel
-from cute_kernels.runtime.launch import PreparedLaunches, by_name, output_key
-from cute_kernels.runtime.overlap import share_storage
+from cute_kernels.runtime.launch import PreparedLaunches, by_name
 
 
 class PreparedLaunch(NamedTuple):
     """All that stays the same while the shapes of a call do.
 
     launch      the kernel, by name; None if there is no key
-    paged       whether the layout has pages
     need        scratch memory
     no_sink, no_length   stand for arguments that are left out
     unread_lse  for callers that want no lse
-    apart       see `share_storage`
+    apart       see `Operator.check_addresses`
     """
 
     launch: Callable[..., None] | None
-    paged: bool
     need: workspace.Need
     no_sink: torch.Tensor
     no_length: torch.Tensor
@@ -42,11 +38,6 @@ class PreparedLaunch(NamedTuple):
 
 
 _prepared: PreparedLaunches[tuple[Any, ...], PreparedLaunch] = PreparedLaunches()
-
-
-def signature(t: torch.Tensor | None) -> tuple[Any, ...] | None:
-    """The facts that a compiled kernel does not check of a tensor that it gets as an address."""
-    return None if t is None else (t.shape, t.stride(), t.dtype, t.get_device(), t.is_neg())
 
 
 def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,18 +53,13 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     k_scale, v_scale, slopes = request["k_scale"], request["v_scale"], request["alibi_slopes"]
     out, lse, lengths, starts = request["out"], request["lse"], request["cache_seqlens"], request["cache_starts"]
     key = (
-        q.shape, q.dtype, k_cache.shape, k_cache.dtype, v_cache.dtype, signature(k_scale), signature(v_scale),
-        signature(slopes), None if table is None else table.shape[-1], starts is None, q.get_device(),
-        DECODE.option_key(request), output_key(out), output_key(lse),
+        q.get_device(), q.shape, q.dtype, k_cache.shape, k_cache.dtype, v_cache.dtype, DECODE.key(request),
+        None if table is None else (table.shape, table.dtype), None if lengths is None else lengths.dtype,
+        None if starts is None else starts.dtype,
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(key, request)
-    if (out is not None or lse is not None) and share_storage(
-        prepared.apart,
-        out,
-        lse,
-        (None if out is q else q, k_cache, v_cache, k_scale, v_scale, lengths, table, slopes, request["s_aux"], starts),
-    ):
-        DECODE.check_outputs(request)
+    if out is not None or lse is not None:
+        DECODE.check_addresses(request, prepared.apart)
     if out is None:
         out = memory.empty_like(q)
     if lse is None:
@@ -83,14 +69,6 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
         out.zero_()
         lse.fill_(-torch.inf)
         return out, lse
-    if (prepared.paged and lengths is None) or (table is None) != (prepared.paged is False):
-        fail("cache_seqlens", None, "lengths")
-    lengths = prepared.no_length if lengths is None else lengths
-    # the compiled kernel takes unsigned integers for signed ones
-    if lengths.dtype is not torch.int32 or (table is not None and table.dtype is not torch.int32):
-        fail("cache_seqlens", lengths.dtype, "int32", TypeError)
-    if starts is not None and starts.dtype is not torch.int32:
-        fail("cache_starts", starts.dtype, "int32", TypeError)
     scratch, counters = workspace.addresses(prepared.need)
     sink = request["s_aux"]
     prepared.launch(  # on the current stream of the tensors' device
@@ -99,7 +77,7 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
         mK=k_cache,
         mV=v_cache,
         mTable=table,
-        mLengths=lengths,
+        mLengths=prepared.no_length if lengths is None else lengths,
         mStarts=starts,
         mSink=prepared.no_sink if sink is None else sink,
         mOut=out,
@@ -153,7 +131,6 @@ def _prepare(key: tuple[Any, ...], request: Request) -> PreparedLaunch:
         )
     prepared = PreparedLaunch(
         run,
-        layout.paged,
         workspace.reserve(device, size, counters if size else 0),
         constants.no_sink[:h_q],
         constants.no_length.expand(batch),

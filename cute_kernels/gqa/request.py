@@ -13,7 +13,7 @@ from cute_kernels.gqa.layouts import LAYOUTS
 from cute_kernels.gqa.plan import SOFTCAPS, kernel_softcap
 from cute_kernels.gqa.spec import MAX_RANGES
 from cute_kernels.runtime.checks import check_flag, check_int, check_number, fail, is_finite, kind, require
-from cute_kernels.runtime.ops import Later, Operator, Option, Output, Written, is_given
+from cute_kernels.runtime.ops import Address, Later, Operator, Option, Output, Written, is_given
 
 NO_WINDOW = 2**30
 """Wider than any cache, and far enough from 2^31 for differences."""
@@ -77,8 +77,8 @@ class Inputs(TypedDict):
     q: torch.Tensor
     k_cache: torch.Tensor
     v_cache: torch.Tensor
-    k_scale: torch.Tensor | None
-    v_scale: torch.Tensor | None
+    k_scale: Address
+    v_scale: Address
 
 
 class Options(TypedDict, total=False):
@@ -124,7 +124,7 @@ class Options(TypedDict, total=False):
     softcap: Annotated[
         float | None, Option(check=_check_softcap, fits=_is_softcap, fact=is_given, given=kernel_softcap)
     ]
-    alibi_slopes: torch.Tensor | None
+    alibi_slopes: Address
     s_aux: torch.Tensor | None
     softmax_scale: Annotated[float | None, Option(check=check_number, fits=is_finite)]
     num_splits: Annotated[int | None, Option(check=_check_splits, planned=True)]

@@ -57,7 +57,7 @@ def _launch(request: AppendRequest) -> None:
         slot_mapping = slot_mapping.long()
     key: tuple[Any, ...] = (
         k.get_device(), k.shape, k.dtype, k_cache.shape, k_cache.stride(), k_cache.dtype, slot_mapping.dtype,
-        APPEND.option_key(request),
+        APPEND.key(request),
         k_cache.untyped_storage().nbytes() - k_cache.storage_offset(),  # the kernel is not told where pages end
     )  # fmt: skip
     if holds(k_cache, (k.data_ptr(), slot_mapping.data_ptr())):

@@ -17,9 +17,8 @@ from cute_kernels.runtime import memory
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_int, check_tensor, require
 from cute_kernels.runtime.compile import get_kernel
-from cute_kernels.runtime.launch import PreparedLaunches, do_nothing, launch_or_explain, output_key
+from cute_kernels.runtime.launch import PreparedLaunches, do_nothing, launch_or_explain
 from cute_kernels.runtime.ops import is_traced
-from cute_kernels.runtime.overlap import share_storage
 from fp8_mla import reference_index_logits
 from fp8_mla.formats import INDEX_KEY
 
@@ -80,7 +79,7 @@ class PreparedLaunch(NamedTuple):
     """What stays the same while the shapes of a call do: both kernels, CTAs of the first, and templates.
 
     slots  tokens of a page of the cache that slots are for, and how many slots there are
-    apart  addresses of outputs and inputs that were of several storages
+    apart  see `Operator.check_addresses`
     """
 
     score: Callable[..., None]
@@ -103,17 +102,16 @@ def _launch(request: DecodeRequest) -> torch.Tensor:
     block_table, seqlens = _required(request)
     key = (
         q.get_device(), q.shape, q.dtype, k_cache.shape, k_cache.stride(), k_cache.dtype, block_table.shape,
-        block_table.dtype, seqlens.shape, seqlens.dtype, weights.is_neg(), DECODE.option_key(request),
+        block_table.dtype, seqlens.shape, seqlens.dtype, weights.is_neg(), DECODE.key(request),
         k_cache.untyped_storage().nbytes() - k_cache.storage_offset(),  # the kernel is not told where pages end
         # what the second kernel alone checks: it would refuse after the first has been launched
         None if names is None else (names.shape, names.dtype, names.get_device(), names.stride(-1)),
-        None if out is None else (out.shape, out.dtype, out.get_device()), output_key(out),
-        None if logits is None else (logits.shape, logits.dtype, logits.is_neg()), output_key(logits),
+        None if out is None else (out.shape, out.dtype, out.get_device()),
+        None if logits is None else (logits.shape, logits.dtype, logits.is_neg()),
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(key, request)
-    read = (q, weights, k_cache, block_table, seqlens, names)
-    if (out is not None or logits is not None) and share_storage(prepared.apart, out, logits, read):
-        DECODE.check_outputs(request)
+    if out is not None or logits is not None:
+        DECODE.check_addresses(request, prepared.apart)
     out = memory.empty_like(prepared.out_like) if out is None else out
     unscored = request["topk"] if logits is None else 0  # queries of no more keys get all of them
     logits = memory.empty_like(prepared.logits_like) if logits is None else logits.flatten(0, 1)

@@ -14,7 +14,7 @@ from cute_kernels.runtime import memory
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_int, check_tensor, require
 from cute_kernels.runtime.compile import get_kernel
-from cute_kernels.runtime.launch import PreparedLaunches, do_nothing, launch_or_explain, output_key
+from cute_kernels.runtime.launch import PreparedLaunches, do_nothing, launch_or_explain
 from cute_kernels.runtime.ops import is_traced
 from cute_kernels.runtime.overlap import holds
 
@@ -73,9 +73,8 @@ def _launch(request: TopkRequest) -> torch.Tensor:
         request["logits"], request["lengths"], request["block_table"], request["row_starts"], request["out"],
     )  # fmt: skip
     key = (
-        logits.get_device(), logits.shape, logits.is_neg(), lengths.dtype, starts is None, TOPK.option_key(request),
+        logits.get_device(), logits.shape, logits.is_neg(), lengths.dtype, starts is None, TOPK.key(request),
         None if table is None else (table.shape, table.dtype), None if out is None else (out.shape, out.dtype),
-        output_key(out),
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(key, request)
     if out is None:

@@ -15,9 +15,8 @@ from cute_kernels.runtime import memory
 from cute_kernels.runtime.arch import require_sm90
 from cute_kernels.runtime.checks import check_tensor, require
 from cute_kernels.runtime.compile import get_kernel
-from cute_kernels.runtime.launch import PreparedLaunches, by_name, do_nothing, launch_or_explain, output_key
+from cute_kernels.runtime.launch import PreparedLaunches, by_name, do_nothing, launch_or_explain
 from cute_kernels.runtime.ops import is_traced
-from cute_kernels.runtime.overlap import share_storage
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -78,7 +77,7 @@ class PreparedLaunch(NamedTuple):
 
     launch    the kernel, by name
     out_like, lse_like   templates
-    apart     see `share_storage`
+    apart     see `Operator.check_addresses`
     """
 
     launch: Callable[..., None]
@@ -98,11 +97,11 @@ def _launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     )  # fmt: skip
     key = (
         outs.get_device(), outs.shape, outs.dtype, outs.dtype if out is None else out.dtype, s_aux is None,
-        lses.is_neg(), MERGE.option_key(request), output_key(out), output_key(lse),
+        lses.is_neg(), MERGE.key(request),
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(key, request)
-    if (out is not None or lse is not None) and share_storage(prepared.apart, out, lse, (outs, lses, s_aux)):
-        MERGE.check_outputs(request)
+    if out is not None or lse is not None:
+        MERGE.check_addresses(request, prepared.apart)
     if out is None:
         out = memory.empty_like(prepared.out_like)
     if lse is None:

@@ -59,7 +59,7 @@ def _launch(request: AppendRequest) -> None:
     if slots.dtype is torch.int32:
         slots = slots.long()
     key: tuple[Any, ...] = (
-        kv.get_device(), kv.shape, cache.shape, cache.stride(), cache.dtype, slots.dtype, APPEND.option_key(request),
+        kv.get_device(), kv.shape, cache.shape, cache.stride(), cache.dtype, slots.dtype, APPEND.key(request),
     )  # fmt: skip
     if cache.shape[-1] != TOKEN_BYTES or kv.shape[-1] != V3_2.d_qk:
         # these kernels are told where rows are, and do not check it

@@ -14,8 +14,7 @@ from cute_kernels.mla.spec import MASKED_SCALE, PARTIAL_FLOATS
 from cute_kernels.runtime import memory, workspace
 from cute_kernels.runtime.checks import fail
 from cute_kernels.runtime.compile import get_kernel
-from cute_kernels.runtime.launch import PreparedLaunches, by_name, output_key
-from cute_kernels.runtime.overlap import share_storage
+from cute_kernels.runtime.launch import PreparedLaunches, by_name
 from fp8_mla import ROPE_OFFSET, SCALE_OFFSET, TOKEN_BYTES
 from fp8_mla.formats import V3_2, TokenFormat
 from fp8_mla.pages import check_pages
@@ -37,7 +36,7 @@ class PreparedLaunch(NamedTuple):
     no_sink, no_length   stand for arguments that are left out
     out_like    a template
     unread_lse  for callers that want no lse
-    apart       see `share_storage`
+    apart       see `Operator.check_addresses`
     """
 
     launch: Callable[..., None] | None
@@ -79,7 +78,7 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     # kernels check neither strides nor the bytes of a token: a page must hold its scale rows
     key: tuple[Any, ...] = (
         q.get_device(), sparse, q.shape, length is None, pages.shape, pages.stride(), index.shape[-1],
-        DECODE.option_key(request), output_key(out), output_key(lse),
+        DECODE.key(request),
     )  # fmt: skip
     if second is not None:
         second = _pages(second)
@@ -88,11 +87,7 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
         fail("extra_kv_cache", "None with its arguments", "a second cache")
     prepared = _prepared.get(key) or _prepare(key, request)
     if out is not None or lse is not None:
-        read = (None if out is q else q, pages, index, length, request["s_aux"])
-        if share_storage(
-            prepared.apart, out, lse, read if second is None else (*read, second, extra_index, extra_length)
-        ):
-            DECODE.check_outputs(request)
+        DECODE.check_addresses(request, prepared.apart)
     if prepared.is_checked:
         check(request)
     if out is None:

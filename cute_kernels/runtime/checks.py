@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -41,7 +42,7 @@ def refuse_gradients(op: str, tensors: Mapping[str, object]) -> None:
 
 def is_transformed() -> bool:
     """Whether forward-mode derivatives or a transform of torch.func are under way in this thread; 0.1 us."""
-    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
 
 
 def refuse_transformed(names: Iterable[str], tensors: Iterable[object]) -> None:

@@ -22,7 +22,7 @@ Made = TypeVar("Made")
 
 def is_capturing(device: torch.device) -> bool:
     """Whether the device's current stream is under graph capture; False on a CPU."""
-    if device.type != "cuda":
+    if device.index is None:  # to read a device's type takes 0.3 us
         return False
     if torch._C._cuda_getDevice() == device.index:
         return torch._C._cuda_isCurrentStreamCapturing()

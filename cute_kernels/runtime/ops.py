@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
+from torch._C import _len_torch_dispatch_stack
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from cute_kernels.runtime.checks import refuse_gradients, refuse_transformed
-from cute_kernels.runtime.overlap import check_written
+from cute_kernels.runtime.overlap import check_written, share_storage
 
 NAMESPACE = __name__.partition(".")[0]
 """The package's name: cute_kernels, or what a loader of kernels has called a copy of it."""
@@ -35,6 +37,12 @@ Output = Annotated[torch.Tensor | None, WRITTEN]
 LATER: Final = "later"
 """Marks a tensor that was added to the operator after its first release: the schema has its default."""
 Later = Annotated[torch.Tensor | None, LATER]
+ADDRESS: Final = "address"
+"""Marks a tensor that a kernel gets as an address, so the key of a prepared launch has all that it must fit."""
+Address = Annotated[torch.Tensor | None, ADDRESS]
+_SIGNATURE: Final = "(t.shape, t.stride(), t.dtype, t.get_device(), t.is_neg())"
+_KEPT: Final = 1024
+"""Calls whose addresses a prepared launch remembers; 0.1 MB."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,7 @@ class Argument:
     annotation: Any
     written: bool
     later: bool
+    address: bool
     option: Option | None
 
     @classmethod
@@ -82,7 +91,7 @@ class Argument:
         tensor = torch.Tensor in (hint, *get_args(hint))
         option = next((mark for mark in marks if isinstance(mark, Option)), None)
         later = LATER in marks or bool(option and option.later)
-        return cls(name, hint, WRITTEN in marks, later, None if tensor else option or Option())
+        return cls(name, hint, WRITTEN in marks, later, ADDRESS in marks, None if tensor else option or Option())
 
     @property
     def may_be_none(self) -> bool:
@@ -128,10 +137,16 @@ class Operator:
         self.names = tuple(row.name for row in rows if row.option is None or row.option.schema != "")
         self._checked = [row for row in rows if row.option and row.option.check]
         self._facts = [(row.name, row.option.fact) for row in rows if row.option and row.option.fact]
-        self.tensors_of = getter(self.tensors)
+        values = ", ".join(f"r[{name!r}]" for name in self.tensors)
+        self.tensors_of: Callable[[Values], tuple[Any, ...]] = compiled(f"lambda r: ({values},)")
         """tensors_of(request): the tensor arguments, in the order of `tensors`."""
-        self.option_key = self._option_key()
-        """option_key(request): what the key of a prepared launch has of the options."""
+        types = ", ".join(f"type(r[{name!r}])" for name in self.tensors)
+        self.types_of: Callable[[Values], set[type]] = compiled(f"lambda r: {{{types}}}")
+        """types_of(request): theirs."""
+        self.key = self._key()
+        """key(request): what the key of a prepared launch has of options, of outputs and of addresses."""
+        self.check_addresses = self._check_addresses()
+        """check_addresses(request, apart): `check_outputs` of a prepared launch, whose set `apart` is."""
 
     # ---- the public function
 
@@ -199,30 +214,52 @@ class Operator:
 
     # ---- prepared launches
 
-    def _option_key(self) -> Callable[[Values], tuple[Any, ...]]:
-        """The function behind `option_key`: what a plan and a spec depend on, and the types of numbers.
+    def _key(self) -> Callable[[Values], tuple[Any, ...]]:
+        """The function behind `key`: what a plan and a spec depend on, and the types of numbers.
 
         A kernel takes True for 1, and 1.0 finds the launch that 1 prepared, so types count. Of values that no key has
-        the key says whether a kernel may be given them: a launch that has been prepared had good ones.
+        the key says whether a kernel may be given them: a launch that has been prepared had good ones. Of outputs it
+        has strides that are not the usual ones, and the neg bit.
         """
         parts, known = [], dict[str, Any]()
         for row in self.arguments.values():
             option, value = row.option, f"r[{row.name!r}]"
-            if option and option.hidden:
-                value = f"r.get({row.name!r})"
-            if option is None or option.schema == "":
-                continue
-            if option.planned:
-                parts.append(value)
-            if option.fact:
-                known[f"fact_{row.name}"] = option.fact
-                parts.append(f"fact_{row.name}({value})")
-            if option.fits:
-                known[f"fits_{row.name}"] = option.fits
-                parts.append(f"{value} is None or fits_{row.name}({value})")
-            if str not in (row.annotation, *get_args(row.annotation)):
-                parts.append(f"type({value})")
+            if row.address:
+                parts.append(f"None if (t := {value}) is None else {_SIGNATURE}")
+            elif row.written and row.may_be_none:
+                parts.append(f"None if (t := {value}) is None or t.is_contiguous() else (t.stride(), t.is_neg())")
+            elif option and option.schema != "":
+                known |= {f"fact_{row.name}": option.fact, f"fits_{row.name}": option.fits}
+                facts = ["v"] if option.planned else []
+                facts += [f"{what}_{row.name}(v)" for what in ("fact", "fits") if getattr(option, what)]
+                if str not in (row.annotation, *get_args(row.annotation)):
+                    facts.append("type(v)")
+                value = f"r.get({row.name!r})" if option.hidden else value
+                parts.append(f"None if (v := {value}) is None else ({', '.join(facts)})")
         return compiled(f"lambda r: ({''.join(f'{part}, ' for part in parts)})", **known)
+
+    def _check_addresses(self) -> Callable[[Values, set[tuple[int, ...]]], object]:
+        """The function behind `check_addresses`, which takes shapes and strides for known: a launch's key has them.
+
+        Tensors of several storages cannot meet. To look at storages takes 2 us, so `apart` has the addresses of earlier
+        calls that were of several: the next call in a layer has them again. None counts as address 0, and so does a `q`
+        that is also `out`, which it may be.
+        """
+        parts = {name: f"0 if (t := r[{name!r}]) is None else t.data_ptr()" for name in self.tensors}
+        if "q" in parts and "out" in self.written:
+            parts["q"] = "0 if (t := r['q']) is r['out'] else t.data_ptr()"
+        addresses = f"({', '.join(parts.values())},)"
+        return compiled(f"lambda r, apart: (at := {addresses}) in apart or check(r, apart, at)", check=self._check_new)
+
+    def _check_new(self, request: Values, apart: set[tuple[int, ...]], addresses: tuple[int, ...]) -> None:
+        """`check_addresses` of addresses that are not in `apart` yet."""
+        written = {name: request[name] for name in self.written}
+        if share_storage(written, dict(zip(self.tensors, addresses, strict=True))):
+            self.check_outputs(request)
+            return
+        if len(apart) >= _KEPT:
+            apart.clear()
+        apart.add(addresses)
 
     def facts_of(self, request: Values) -> dict[str, Any]:
         """The fields of the kernel's spec that options say."""
@@ -301,9 +338,10 @@ def compiled(expression: str, **known: Any) -> Any:
     return eval(expression, known)
 
 
-def getter(names: Iterable[str]) -> Callable[[Values], tuple[Any, ...]]:
-    """The function that returns the values of some names."""
-    return compiled(f"lambda r: ({''.join(f'r[{name!r}], ' for name in names)})")
+signature: Callable[[torch.Tensor | None], tuple[Any, ...] | None] = compiled(
+    f"lambda t: None if t is None else {_SIGNATURE}"
+)
+"""The facts that a compiled kernel does not check of a tensor that it gets as an address."""
 
 
 def _described(table: type) -> str:
@@ -321,9 +359,9 @@ def is_traced() -> bool:
     """Whether calls must go through torch's dispatcher.
 
     torch.compile and torch.export record them; a dispatch mode, such as FakeTensorMode, computes shapes without memory
-    or counts. It takes 0.2 us.
+    or counts. It takes 0.15 us.
     """
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return is_compiling() or _len_torch_dispatch_stack() > 0
 
 
 def needs_grad(*values: Any) -> bool:

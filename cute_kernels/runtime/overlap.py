@@ -1,8 +1,7 @@
 """Memory of written tensors: no element of theirs may share it with another one, nor with another argument.
 
 `check_written` compares exactly and runs with the other checks. A prepared launch has the strides of outputs that are
-not contiguous in its key, and asks `share_storage` for the addresses: tensors of several storages cannot meet.
-It remembers addresses that were of several storages: the next call in a layer has them again.
+not contiguous in its key, and `Operator.check_addresses` looks at the rest.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ import torch
 from cute_kernels.runtime.checks import check_plain, fail
 
 _NEEDS = "memory of its own: it is written"
-_KEPT = 1024
-"""Calls whose addresses a prepared launch remembers; 0.1 MB."""
 _MANY = 256
 """Multiples of one stride that are tried; tensors with more count as overlapping. Tensors of one pitch need two."""
 
@@ -45,28 +42,11 @@ def check_written(
                     fail(name, f"memory that is also {other}'s", _NEEDS)
 
 
-def share_storage(
-    apart: set[tuple[int, ...]],
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    others: Sequence[torch.Tensor | None],
-) -> bool:
-    """Whether `check_written` has to look at outputs: the storage of one holds the first element of another tensor.
-
-    `apart` has the addresses of earlier calls of the same shapes where none did. To look at storages takes 2 us more.
-    """
-    read = [t.data_ptr() for t in others if t is not None]
-    out_at = 0 if out is None else out.data_ptr()  # no storage has the address 0
-    addresses = (*read, out_at, 0 if lse is None else lse.data_ptr())
-    if addresses in apart:
-        return False
-    if out is not None and holds(out, read):
-        return True
-    if lse is not None and holds(lse, (*read, out_at)):
-        return True
-    if len(apart) >= _KEPT:
-        apart.clear()
-    apart.add(addresses)
+def share_storage(written: Mapping[str, torch.Tensor | None], addresses: Mapping[str, int]) -> bool:
+    """Whether the storage of a written tensor has the address of another argument; no storage has the address 0."""
+    for name, t in written.items():
+        if t is not None and holds(t, [at for other, at in addresses.items() if other != name]):
+            return True
     return False
 
 

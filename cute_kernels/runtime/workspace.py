@@ -79,11 +79,11 @@ def addresses(need: Need) -> tuple[int, int]:
     """
     if not (need.size or need.num_counters):
         return 0, 0
-    if is_capturing(need.device):
-        return _graph_addresses(need)
     index = need.device.index
-    # torch.cuda.current_stream() takes 5 us
-    key = (index, torch._C._cuda_getCurrentRawStream(index))
+    stream = torch._C._cuda_getCurrentRawStream(index)  # torch.cuda.current_stream() takes 5 us
+    if stream and is_capturing(need.device):  # the default stream is 0 and never under capture
+        return _graph_addresses(need)
+    key = (index, stream)
     workspace = _this_thread.workspaces.get(key)
     if (
         workspace is None

@@ -26,7 +26,7 @@ from cute_kernels.sink.request import FORWARD
 from tests.kit.bad_input import TABLES
 from tests.kit.prepared import launch_of, prepare
 
-BF16, I32, U8 = torch.bfloat16, torch.int32, torch.uint8
+BF16, I32, U32, U8 = torch.bfloat16, torch.int32, torch.uint32, torch.uint8
 CPU = torch.device("cpu")
 Call = dict[str, Any]
 
@@ -64,6 +64,7 @@ GQA: Call = {
     "v_scale": ROWS,
     "layout": "BNSH",
     "causal": True,
+    "cache_seqlens": torch.ones(2, dtype=I32),
     "alibi_slopes": torch.ones(2, 4),
     "out": torch.zeros(2, 1, 4, 64, dtype=BF16),
     "lse": torch.zeros(2, 1, 4),
@@ -79,6 +80,7 @@ BLOCKS: Call = {
     "indices": torch.zeros(2, 1, 2, 3, dtype=I32),
     **dict.fromkeys(("k_scale", "v_scale", "alibi_slopes")),
 }
+PAGED: Call = {**BLOCKS, "indices": None, "cache_starts": torch.zeros(2, dtype=I32)}
 MLA: Call = {
     **DECODE.defaults,
     "q": torch.zeros(2, 1, 4, 576, dtype=BF16),
@@ -132,6 +134,7 @@ MERGED: Call = {
 }
 CALLS: dict[str, tuple[Any, Call]] = {
     "gqa": (gqa_launch, GQA),
+    "pages": (gqa_launch, PAGED),
     "blocks": (blocks_op, BLOCKS),
     "mla": (mla_launch, MLA),
     "dense": (mla_launch, DENSE),
@@ -160,6 +163,11 @@ def turned(t: torch.Tensor) -> torch.Tensor:
     return t.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
+def unsigned(call: Call, *names: str) -> dict[str, Call]:
+    """The same bits as integers without a sign."""
+    return {f"unsigned {name}": {name: call[name].view(U32)} for name in names}
+
+
 CHANGES: dict[str, dict[str, Call]] = {
     "gqa": {
         "num_splits": {"num_splits": 2},
@@ -173,10 +181,19 @@ CHANGES: dict[str, dict[str, Call]] = {
         "sign of v_scale": {"v_scale": negated(ROWS)},
         "another granularity": {"v_scale": torch.ones(2)},
         "fewer tokens": {"k_cache": GQA["k_cache"][:, :, :8]},
+        "no lengths": {"cache_seqlens": None},
+        "a table": {"block_table": torch.zeros(2, 5, dtype=I32)},
         "strides of out": {"out": apart(GQA["out"])},
         "strides of lse": {"lse": apart(GQA["lse"])},
     },
+    "pages": {
+        "pages of a sequence": {"block_table": PAGED["block_table"][:, :4]},
+        "no table": {"block_table": None},
+        "no starts": {"cache_starts": None},
+        **unsigned(PAGED, "block_table", "cache_seqlens", "cache_starts"),
+    },
     "blocks": {
+        **unsigned(BLOCKS, "block_table", "cache_seqlens", "indices"),
         "fewer blocks": {"indices": BLOCKS["indices"][..., :2]},
         "one list for all heads": {"indices": BLOCKS["indices"][:, :, :1]},
         "another block": {"index_block": 64},
@@ -268,7 +285,7 @@ def prepared_of(name: str, kernel: Kernel) -> Any:
         rows = torch.zeros(4, 3, dtype=I32)
         return blocks_op.PreparedLaunch(kernel, "paged_NHD", views, 4, rows, rows[:, 0], LENGTH, set())
     if name == "gqa":
-        return gqa_launch.PreparedLaunch(kernel, False, NEED, NONE, LENGTH, LSE, set())
+        return gqa_launch.PreparedLaunch(kernel, NEED, NONE, LENGTH, LSE, set())
     if name in ("mla", "latent"):
         out = CALLS[name][1]["out"]
         return mla_launch.PreparedLaunch(kernel, (0,), False, NEED, NONE, LENGTH.unsqueeze(1), out, LSE, set())
@@ -339,6 +356,12 @@ def test_a_prepared_launch_takes_q_as_out(name: str, monkeypatch: pytest.MonkeyP
     for out in (call["q"], call["q"].view(call["q"].shape)):
         RUN[name]({**call, "out": out})
     assert kernel.launches == 3
+    rows = call["q"].new_zeros(4, *call["q"].shape[1:])
+    out = rows[:2]
+    RUN[name]({**call, "q": out, "out": out})
+    with pytest.raises(ValueError, match="^out: got memory that is also q's"):
+        RUN[name]({**call, "q": rows[::2], "out": out})  # it begins where that q did
+    assert kernel.launches == 4
 
 
 @pytest.mark.parametrize(

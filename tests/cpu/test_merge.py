@@ -14,6 +14,7 @@ from cute_kernels.merge.request import MERGE
 from cute_kernels.merge.spec import ITEMSIZE, MergeSpec
 from cute_kernels.runtime.launch import PreparedLaunches, by_name
 from tests.kit.bad_input import ERROR, TABLES
+from tests.kit.merging import merge_problems
 from tests.kit.prepared import prepare
 from tests.kit.sass import report as report_of
 
@@ -63,6 +64,20 @@ def test_sink_joins_the_denominator_once_and_stays_out_of_the_lse(problem):
     torch.testing.assert_close(out[..., :4, :], want, rtol=1e-12, atol=1e-12)
     assert (out[..., 4, :] == 0).all()
     torch.testing.assert_close(lse, torch.logsumexp(scores, -1), rtol=1e-12, atol=1e-12)
+
+
+def test_the_rule_allows_what_float32_owes_and_no_lost_weights():
+    """The arithmetic of the kernel. Beside sinks of 80 to 112, weights are 2^-115 to 2^-162."""
+    generator = torch.Generator().manual_seed(1)
+    outs = 2.0**18 * torch.randn(2, 50, 64, 128, generator=generator)
+    lses = torch.randn(2, 50, 64, generator=generator)
+    sink = torch.linspace(80, 112, 64)
+    weights = torch.exp2((lses - sink) * math.log2(math.e))  # beside 1, that of the sink, their sum is nothing
+    lse = torch.logsumexp(lses.double(), 0).float()
+    assert not merge_problems((weights.unsqueeze(-1) * outs).sum(0), lse, outs, lses, sink)
+    weights[weights < 2.0**-126] = 0.0
+    lost = merge_problems((weights.unsqueeze(-1) * outs).sum(0), lse, outs, lses, sink)
+    assert len(lost) == 1 and "elements are off" in lost[0]
 
 
 @pytest.mark.parametrize("sink", [None, -INF, 1.0, INF])

@@ -7,6 +7,9 @@ import torch
 HALF_ULP: Final = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SUM_ERROR: Final = 4e-6
 """Error of float32 weights and sums, relative to the sum of magnitudes."""
+EXPONENT_ERROR: Final = 2.25 * 2.0**-24
+"""Error of a weight exp(-x) = exp2(-x log2 e), relative to it, for each unit of x: half an ulp of the difference x and
+of the product, at most 2**-24 of each, and that of log2 e, 2**-26. x is the distance to the largest, be it the sink."""
 
 
 def merge_problems(
@@ -19,10 +22,10 @@ def merge_problems(
     if sink is not None:
         weights = weights * torch.where(total == -torch.inf, 0.0, torch.sigmoid(total - sink.double()))
     expected = (weights.unsqueeze(-1) * values).sum(0)
-    size = (weights.unsqueeze(-1) * values.abs()).sum(0)
-    # float32 holds a log-sum-exp far from 0 to a few ulps, and the weights inherit that error
-    known = SUM_ERROR + 2.0**-23 * lses.masked_fill(lses == -torch.inf, 0.0).abs().amax(0).double().unsqueeze(-1)
-    allowed = HALF_ULP[out.dtype] * expected.abs() + known * size + torch.finfo(out.dtype).tiny
+    top = lses.amax(0) if sink is None else torch.maximum(lses.amax(0), sink)
+    known = SUM_ERROR + EXPONENT_ERROR * (top - lses).double().masked_fill(lses == -torch.inf, 0.0)
+    owed = (known * weights).masked_fill(weights == 0, 0.0).unsqueeze(-1) * values.abs()
+    allowed = HALF_ULP[out.dtype] * expected.abs() + owed.sum(0) + torch.finfo(out.dtype).tiny
     wrong = ~((out.double() - expected).abs() <= allowed)
     problems = [f"out: {int(wrong.sum())} of {wrong.numel()} elements are off"] if wrong.any() else []
     inexact = (lse != total.float()) & ~((lse.double() - total).abs() <= 1e-6 + 1e-6 * total.abs())

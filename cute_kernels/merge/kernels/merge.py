@@ -16,6 +16,7 @@ from cute_kernels.merge.spec import BLOCK_SCALE_VALUES, VECTOR_BYTES, MergeSpec
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
+LARGEST = (2 - 2.0**-23) * 2.0**127  # of all finite float32
 DTYPES = {"float32": Float32, "bfloat16": BFloat16, "float16": Float16}
 
 
@@ -216,16 +217,19 @@ class MergeKernel:
 
         The thread that `stores` stores the merged log-sum-exp. `lses` are this lane's of the first chunk.
         """
-        shift, total = self._softmax_statistics(lses, source, num_states, weight_lane)
-        denominator = total
-        if const_expr(self.spec.has_sink):
-            # Relative to the states' maximum. A sink far above it (or +inf) makes this infinite and the weights 0.
-            denominator += cute.math.exp2((sink - shift) * LOG2_E, fastmath=True)
+        peak, total = self._softmax_statistics(lses, source, num_states, weight_lane)
         if const_expr(self.spec.has_lse):
             if stores:
-                lse = shift + cute.math.log2(total, fastmath=True) * LN_2
+                lse = peak + cute.math.log2(total, fastmath=True) * LN_2
                 target = cute.make_ptr(Float32, lse_row, AddressSpace.gmem, assumed_align=4)
                 target.store(cutlass.select_(total == 0.0, self.empty_lse, lse))
+        shift, denominator = peak, total
+        if const_expr(self.spec.has_sink):
+            # Relative to the sink where it is largest: the denominator is 1 or more, and less than 2^126, from where on
+            # rcp_approx flushes to 0. A sink of +inf alone makes it infinite, and the weights 0.
+            shift = cute.arch.fmax(peak, cute.arch.fmin(sink, LARGEST))
+            denominator = total * cute.math.exp2((peak - shift) * LOG2_E, fastmath=True)
+            denominator += cute.math.exp2((sink - shift) * LOG2_E, fastmath=True)
         # no state: all weights are exp2(-inf), and 0 x (1 / 0) would be NaN
         return shift, cutlass.select_(total == 0.0, Float32(0.0), cute.arch.rcp_approx(denominator))
 
@@ -298,7 +302,8 @@ class MergeKernel:
         """
         special = False
         for i in cutlass.range_constexpr(self.spec.weights):
-            weight = cute.math.exp2((weights[i] - shift) * LOG2_E, fastmath=True) * scale
+            # `approx` keeps results below 2^-126, which `fastmath` flushes: beside a large sink no state has more
+            weight = cute.math.exp2((weights[i] - shift) * LOG2_E, approx=True) * scale
             if const_expr(self.spec.block_scales):
                 weight *= cutlass.select_(first_scales[i] < 0.0, -first_scales[i], Float32(1.0))
             # Exactly 0 even where another state's NaN made the scale NaN: there may be no such state to read.

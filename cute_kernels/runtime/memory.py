@@ -11,7 +11,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -22,9 +22,10 @@ Made = TypeVar("Made")
 
 def is_capturing(device: torch.device) -> bool:
     """Whether the device's current stream is under graph capture; False on a CPU."""
-    if device.index is None:  # to read a device's type takes 0.3 us
+    index: Any = device.index  # None is no GPU; to read a device's type takes 0.3 us
+    if index is None:
         return False
-    if torch._C._cuda_getDevice() == device.index:
+    if torch._C._cuda_getDevice() == index:
         return torch._C._cuda_isCurrentStreamCapturing()
     with torch.cuda.device(device):
         return torch._C._cuda_isCurrentStreamCapturing()

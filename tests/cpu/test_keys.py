@@ -151,10 +151,15 @@ def apart(t: torch.Tensor) -> torch.Tensor:
     return t.new_zeros((2 * t.shape[0], *t.shape[1:]))[::2]
 
 
+def imaginary(t: torch.Tensor) -> torch.Tensor:
+    """The same as a part of complex numbers: a view with a last stride of 2."""
+    return torch.complex(torch.zeros_like(t), t).imag
+
+
 def negated(t: torch.Tensor) -> torch.Tensor:
     """A view with its neg bit set, as torch makes them: with a last stride of 2."""
     view = torch.complex(torch.zeros_like(t), t).conj().imag
-    assert view.is_neg()
+    assert view.is_neg() and view.stride() == imaginary(t).stride()
     return view
 
 
@@ -371,6 +376,7 @@ def test_a_prepared_launch_takes_q_as_out(name: str, monkeypatch: pytest.MonkeyP
 )  # fmt: skip
 def test_a_prepared_launch_sees_a_sign(name: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, call = CALLS[name]
+    call = {**call, argument: imaginary(call[argument])}
     kernel = Kernel()
     prepare(monkeypatch, module, prepared_of(name, kernel), call)
     with pytest.raises(ValueError, match=rf"^{argument}: got a view with its neg bit set"):

@@ -4,30 +4,23 @@ Sink attention alone has rings; other kernels have edges of `pipeline.py`. With 
 1.019 (d 128) of the time, because ptxas orders the softmax otherwise (journal).
 """
 
-from typing import NamedTuple
-
 from cutlass import Int32
 
-
-class RingSlot(NamedTuple):
-    """Where a tile is: the stage, and the parity of the phase in which the stage's barriers complete for it."""
-
-    index: Int32
-    phase: Int32
+from cute_kernels.device.pipeline import Slot
 
 
-def ring_slot_pow2(tile: Int32, stages: int) -> RingSlot:
+def ring_slot_pow2(tile: Int32, stages: int) -> Slot:
     """The slot of the tile-th tile, counted from 0 since the kernel started, in a ring of a power of two of stages.
 
     A consumer waits for `phase` of the barrier that says full; a producer for `phase ^ 1` of the one that says empty,
     which a fresh barrier passes at once.
     """
-    return RingSlot(tile & (stages - 1), (tile >> (stages.bit_length() - 1)) & 1)
+    return Slot(tile & (stages - 1), (tile >> (stages.bit_length() - 1)) & 1)
 
 
-def ring_slot_signed(tile: Int32, stages: int) -> RingSlot:
+def ring_slot_signed(tile: Int32, stages: int) -> Slot:
     """The slot of a tile in a ring of any number of stages, by signed division: rings of work tiles are timed so."""
-    return RingSlot(tile % stages, tile // stages % 2)
+    return Slot(tile % stages, tile // stages % 2)
 
 
 def use_phase(use: Int32) -> Int32:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cute_kernels.sink.spec import ROWS, SMALL_WINDOW, SMEM_PER_CTA, SinkSpec, groups, variants
+from cute_kernels.sink.spec import ROWS, SMALL_WINDOW, SinkQuerySpec, SinkSpec, groups, variants
 
 QUERIES = 64  # rows of a tile of Q and dO in the fused kernel
 DS_STAGES = 2  # query tiles with dS in shared memory: one is stored while dQ of the one before it is made
@@ -159,20 +159,11 @@ class SinkBackwardSpec(SinkSpec):
 
 
 @dataclass(frozen=True)
-class SinkQueryGradSpec(SinkSpec):
-    """Compile-time facts of :class:`cute_kernels.sink.kernels.query_grad.SinkQueryGradKernel`: dq, query-stationary.
-
-    window   as in SinkBackwardSpec
-    grouped  as in SinkForwardSpec
-    """
-
-    window: bool = False
-    grouped: bool = False
+class SinkQueryGradSpec(SinkQuerySpec):
+    """Compile-time facts of :class:`cute_kernels.sink.kernels.query_grad.SinkQueryGradKernel`: dq, query-stationary."""
 
     kernel: ClassVar[str] = "cute_kernels.sink.kernels.query_grad:SinkQueryGradKernel"
-    row_operands: ClassVar[int] = 2  # loaded once for the rows of a block: Q and dO
-    tile: ClassVar[int] = 64  # keys of a tile
-    compile_options: ClassVar[str] = "--ptxas-options '--register-usage-level=0'"
+    row_operands: ClassVar[int] = 2  # Q and dO
 
     @classmethod
     def for_launch(cls, dtype: str, d: int, *, packed: bool, window: int | None, ratio: int) -> SinkQueryGradSpec:
@@ -180,55 +171,7 @@ class SinkQueryGradSpec(SinkSpec):
 
         64 and 8 heads of 64 with a window of 128 take 0.71 ms grouped, 0.80 ms otherwise.
         """
-        return cls(dtype, d, packed, window is not None, grouped=groups(d, window, ratio))
-
-    def can_implement(self) -> list[str]:
-        reasons = super().can_implement()
-        if not reasons and self.stages < 2:
-            reasons.append(f"{self.stages} stages in shared memory; two are needed")
-        return reasons
-
-    @property
-    def warpgroups(self) -> int:
-        """Of consumers: three where shared memory and registers suffice."""
-        return 3 if self.d == 64 else 2
-
-    @property
-    def rows(self) -> int:
-        """Query rows of a work tile."""
-        return ROWS if self.grouped else ROWS * self.warpgroups
-
-    @property
-    def q_stages(self) -> int:
-        """Blocks of 64 rows of Q, and of dO, in shared memory."""
-        return 2 * self.warpgroups if self.grouped and self.d == 64 else self.warpgroups
-
-    @property
-    def threads(self) -> int:
-        """Of a CTA."""
-        return 128 * (self.warpgroups + 1)
-
-    @property
-    def load_registers(self) -> int:
-        """Of a thread of the load warpgroup."""
-        return 40 if self.warpgroups == 2 else 32
-
-    @property
-    def consumer_registers(self) -> int:
-        """40 + 2 x 232 = 3 x 168 of 384 threads; 32 + 3 x 160 = 4 x 128 of 512 threads."""
-        return 232 if self.warpgroups == 2 else 160
-
-    @property
-    def stages(self) -> int:
-        """Tiles of K, and as many of V, in flight: a power of two, at most 128 KB together."""
-        room = min(SMEM_PER_CTA - (2 * self.q_stages + self.warpgroups) * ROWS * self.d * 2 - 1024, 131_072)
-        fit = room // (4 * self.tile * self.d)
-        return 1 << (fit.bit_length() - 1) if fit else 0
-
-    @property
-    def expected(self) -> dict[str, Any]:
-        registers = 168 if self.warpgroups == 2 else 128
-        return {"registers": registers, "instructions": ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "MUFU.EX2")}
+        return cls(dtype, d, packed, window is not None, groups(d, window, ratio))
 
 
 @dataclass(frozen=True)

@@ -39,46 +39,20 @@ class SinkSpec:
 
 
 @dataclass(frozen=True)
-class SinkForwardSpec(SinkSpec):
-    """Compile-time facts of :class:`cute_kernels.sink.kernels.forward.SinkForwardKernel`; constructor argument and key.
+class SinkQuerySpec(SinkSpec):
+    """Compile-time facts of the query-stationary kernels: the forward, and dq.
 
-    window      whether there is a left window; without one its comparisons are not compiled
-    warpgroups  consumer warpgroups of a CTA, 64 rows each: 2 to 4
-    tile        keys of a key tile
-    turns       whether the warpgroups issue products in turns, so that one's softmax overlaps with another's products
-    grouped     whether a work tile is 64 rows of all query heads of a KV head, a warpgroup taking every warpgroups-th
-                head, so that keys that fit into shared memory are loaded once; otherwise 64 rows a warpgroup of one
-                head
+    window   whether there is a left window; without one its comparisons are not compiled
+    grouped  whether a work tile is 64 rows of all query heads of a KV head, a warpgroup taking every warpgroups-th
+             head, so that keys that fit into shared memory are loaded once; otherwise 64 rows a warpgroup of one head
     """
 
     window: bool = False
-    warpgroups: int = 2
-    tile: int = 128
-    turns: bool = True
     grouped: bool = False
 
-    kernel: ClassVar[str] = "cute_kernels.sink.kernels.forward:SinkForwardKernel"
-    row_operands: ClassVar[int] = 1  # loaded once for the rows of a block: Q
+    row_operands: ClassVar[int]  # loaded once for the rows of a block
     # with the default (5) ptxas serializes the products of d 128 with a window: an arrival lands in a divergent branch
     compile_options: ClassVar[str] = "--ptxas-options '--register-usage-level=0'"
-
-    @classmethod
-    def for_launch(cls, dtype: str, d: int, *, packed: bool, window: int | None, ratio: int) -> SinkForwardSpec:
-        """The fastest variant for a call: 64 and 8 heads of 64 with a window of 128 take 625 us grouped, 763 otherwise.
-
-        Args:
-            dtype: of q, k and v, without "torch.".
-            d: head dimension.
-            packed: whether sequences are packed by cu_seqlens.
-            window: of the call, where it hides a key.
-            ratio: query heads of a KV head.
-        """
-        warpgroups = 3 if d == 64 else 2
-        if window is None or window > SMALL_WINDOW:
-            return cls(dtype, d, packed, window is not None, warpgroups, 128, True)
-        if groups(d, window, ratio):
-            return cls(dtype, d, packed, True, 4, 64, False, True)
-        return cls(dtype, d, packed, True, warpgroups, 64, False)
 
     def can_implement(self) -> list[str]:
         reasons = super().can_implement()
@@ -86,13 +60,19 @@ class SinkForwardSpec(SinkSpec):
             reasons.append(f"{self.warpgroups} warpgroups; there are 2 to 4")
         if self.tile not in TILES:
             reasons.append(f"tile is {self.tile}; known are {TILES}")
-        elif self.accumulators > self.consumer_registers - 24:
-            reasons.append(f"{self.accumulators} values in registers; a consumer has {self.consumer_registers}")
-        if self.grouped and self.turns:
-            reasons.append("warpgroups with heads of their own take no turns")
         if not reasons and self.stages < 2:
             reasons.append(f"{self.stages} stages in shared memory; two are needed")
         return reasons
+
+    @property
+    def warpgroups(self) -> int:
+        """Of consumers, 64 rows each: three where shared memory and registers suffice."""
+        return 3 if self.d == 64 else 2
+
+    @property
+    def tile(self) -> int:
+        """Keys of a key tile."""
+        return 64
 
     @property
     def rows(self) -> int:
@@ -101,8 +81,8 @@ class SinkForwardSpec(SinkSpec):
 
     @property
     def q_stages(self) -> int:
-        """Blocks of 64 rows of Q in shared memory."""
-        return 2 * self.warpgroups if self.grouped else self.warpgroups
+        """Blocks of 64 rows of Q, and of dO, in shared memory."""
+        return 2 * self.warpgroups if self.grouped and self.d == 64 else self.warpgroups
 
     @property
     def threads(self) -> int:
@@ -120,14 +100,10 @@ class SinkForwardSpec(SinkSpec):
         return {2: 232, 3: 160, 4: 112}[self.warpgroups]
 
     @property
-    def accumulators(self) -> int:
-        """Registers of a consumer for O, S and P."""
-        return self.d // 2 + self.tile // 2 + self.tile // 4
-
-    @property
     def stages(self) -> int:
         """Tiles of K, and as many of V, in flight: a power of two, at most 128 KB together."""
-        room = min(SMEM_PER_CTA - (self.q_stages + self.warpgroups) * ROWS * self.d * 2 - 1024, 131_072)
+        blocks = self.row_operands * self.q_stages + self.warpgroups
+        room = min(SMEM_PER_CTA - blocks * ROWS * self.d * 2 - 1024, 131_072)
         fit = room // (4 * self.tile * self.d)
         return 1 << (fit.bit_length() - 1) if fit else 0
 
@@ -135,6 +111,53 @@ class SinkForwardSpec(SinkSpec):
     def expected(self) -> dict[str, Any]:
         registers = {2: 168, 3: 128, 4: 96}[self.warpgroups]
         return {"registers": registers, "instructions": ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "MUFU.EX2")}
+
+
+@dataclass(frozen=True)
+class SinkForwardSpec(SinkQuerySpec):
+    """Compile-time facts of :class:`cute_kernels.sink.kernels.forward.SinkForwardKernel`; constructor argument and key.
+
+    warpgroups  consumer warpgroups of a CTA, 64 rows each: 2 to 4
+    tile        keys of a key tile
+    turns       whether the warpgroups issue products in turns, so that one's softmax overlaps with another's products
+    """
+
+    warpgroups: int = 2
+    tile: int = 128
+    turns: bool = True
+
+    kernel: ClassVar[str] = "cute_kernels.sink.kernels.forward:SinkForwardKernel"
+    row_operands: ClassVar[int] = 1  # Q
+
+    @classmethod
+    def for_launch(cls, dtype: str, d: int, *, packed: bool, window: int | None, ratio: int) -> SinkForwardSpec:
+        """The fastest variant for a call: 64 and 8 heads of 64 with a window of 128 take 625 us grouped, 763 otherwise.
+
+        Args:
+            dtype: of q, k and v, without "torch.".
+            d: head dimension.
+            packed: whether sequences are packed by cu_seqlens.
+            window: of the call, where it hides a key.
+            ratio: query heads of a KV head.
+        """
+        if groups(d, window, ratio):
+            return cls(dtype, d, packed, window=True, grouped=True, warpgroups=4, tile=64, turns=False)
+        is_small = window is not None and window <= SMALL_WINDOW
+        tile, warpgroups = 64 if is_small else 128, 3 if d == 64 else 2
+        return cls(dtype, d, packed, window is not None, warpgroups=warpgroups, tile=tile, turns=not is_small)
+
+    def can_implement(self) -> list[str]:
+        reasons = super().can_implement()
+        if not reasons and self.accumulators > self.consumer_registers - 24:
+            reasons.append(f"{self.accumulators} values in registers; a consumer has {self.consumer_registers}")
+        if self.grouped and self.turns:
+            reasons.append("warpgroups with heads of their own take no turns")
+        return reasons
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of a consumer for O, S and P."""
+        return self.d // 2 + self.tile // 2 + self.tile // 4
 
 
 @dataclass(frozen=True)
@@ -157,7 +180,7 @@ class SinkWorkListSpec:
 
 
 def groups(d: int, window: int | None, ratio: int) -> bool:
-    """Whether query-stationary kernels take the query heads of a KV head together; see `SinkForwardSpec.grouped`."""
+    """Whether query-stationary kernels take the query heads of a KV head together; see `SinkQuerySpec`."""
     return d == 64 and window is not None and window <= SMALL_WINDOW and ratio >= GROUPED_RATIO
 
 

@@ -15,8 +15,9 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import softmax, wgmma
-from cute_kernels.device.ring import RingSlot, ring_slot_pow2, ring_slot_signed, use_phase
-from cute_kernels.sink.kernels import scheduler
+from cute_kernels.device.pipeline import Slot
+from cute_kernels.device.ring import ring_slot_pow2, ring_slot_signed, use_phase
+from cute_kernels.sink.kernels import scheduler, views
 from cute_kernels.sink.kernels import softmax as row_softmax
 from cute_kernels.sink.kernels.barriers import ForwardNamedBarrier
 from cute_kernels.sink.kernels.epilogue import RowStore
@@ -76,7 +77,6 @@ class Attend:
         spec = self.spec
         acc_o = cute.make_rmem_tensor(query_mmas(spec).pv.partition_shape_C((ROWS, spec.d)), Float32)
         state = RowState(acc_o, cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32))
-        words = scheduler.records(smem)
         if const_expr(spec.turns):
             if wg == spec.warpgroups - 1:  # gives the first turn
                 cute.arch.barrier_arrive(barrier_id=ForwardNamedBarrier.TURN, number_of_threads=256)
@@ -84,9 +84,7 @@ class Attend:
         count, ring_tile, running = Int32(0), Int32(0), Int32(1)
         first_head = Int32(wg)  # of the work tile's heads, the first that is this warpgroup's
         while running == 1:
-            stage, phase = ring_slot_signed(count, scheduler.WORK_STAGES)
-            cute.arch.mbarrier_wait(smem.work_full.data_ptr() + stage, phase)
-            work = scheduler.WorkRecord(words, stage)
+            work = scheduler.await_record(smem, count)
             if work.first < 0:
                 running = Int32(0)
             elif const_expr(spec.grouped):
@@ -100,11 +98,11 @@ class Attend:
                 first, s_q, s_k = work.first + ROWS * wg, work.s_q, work.s_k
                 keys = self.masks.key_range(work.first, s_q, s_k, visible)
                 limits = self.masks.limits(first, s_q, s_k, keys, visible, tid)
-                q_slot = RingSlot(wg, use_phase(count))
+                q_slot = Slot(wg, use_phase(count))
                 ring_tile = self.attend(smem, state, scale_log2, keys.tiles, limits, q_slot, ring_tile, False, wg, tid)
                 # read again instead of kept: registers are short while P, S and O are alive
                 rows = scheduler.WorkTile(work.first + ROWS * wg, work.head, work.batch, work.s_q, None, work.start_q)
-                cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + stage)
+                cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + work.stage)
                 targets = self.targets(results, rows, rows.head)
                 self.store(smem, state, targets, scale_log2, results.sink[rows.head], rows, wg, tid)
                 count += 1
@@ -160,7 +158,7 @@ class Attend:
         scale_log2: Float32,
         tiles: Int32,
         limits: QueryLimits,
-        q_slot: RingSlot,
+        q_slot: Slot,
         ring_tile: Int32,
         kept,
         wg: Int32,
@@ -274,10 +272,7 @@ class Attend:
     def targets(self, results: Results, rows: scheduler.WorkTile, head: Int32) -> Targets:
         """Where 64 rows from rows.first on of a head go, and the log-sum-exps of all rows of the sequence."""
         out = self.rows.target(results.out, rows.first, head, rows)
-        if const_expr(self.spec.packed):
-            lse = cute.domain_offset((rows.start_q,), results.lse[None, head])
-        else:
-            lse = results.lse[rows.batch, None, head]
+        lse = views.head_rows(results.lse, self.spec.packed, rows.start_q, rows.batch, head)
         return Targets(results.out, out, lse)
 
     @cute.jit

@@ -28,10 +28,10 @@ from cute_kernels.sink.kernels import masks, views
 from cute_kernels.sink.kernels.barriers import key_barriers
 from cute_kernels.sink.kernels.key_grad_mma import FusedKeyGrad
 from cute_kernels.sink.kernels.key_grad_separate import SeparateKeyGrad
-from cute_kernels.sink.kernels.key_load import KeyLoad, KeyTmas, KeyViews
+from cute_kernels.sink.kernels.key_load import KeyLoad, KeyTmas
 from cute_kernels.sink.kernels.query_sums import Adder, Sums
 from cute_kernels.sink.kernels.scheduler import Divisors, KeySchedule
-from cute_kernels.sink.kernels.smem import key_layouts, key_storage, peer_k_layout, start
+from cute_kernels.sink.kernels.smem import key_layouts, key_storage, key_views, peer_k_layout, start
 
 
 class SinkBackwardKernel:
@@ -75,9 +75,6 @@ class SinkBackwardKernel:
     """
 
     def __init__(self, spec: SinkBackwardSpec):
-        reasons = spec.can_implement()
-        if reasons:
-            raise ValueError("; ".join(reasons))
         self.spec = spec
         self.load = KeyLoad(spec)
         self.consumer = FusedKeyGrad(spec) if spec.fused else SeparateKeyGrad(spec)
@@ -197,20 +194,8 @@ class SinkBackwardKernel:
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(spec.load_registers)
             if warp_idx == 0:
-                layouts = key_layouts(spec)
-                staged_peer_k = None
-                staged = KeyViews(
-                    smem.k.get_tensor(layouts.kv.outer, swizzle=layouts.kv.inner),
-                    smem.v.get_tensor(layouts.kv.outer, swizzle=layouts.kv.inner),
-                    smem.q.get_tensor(layouts.q.outer, swizzle=layouts.q.inner),
-                    smem.d_out.get_tensor(layouts.q.outer, swizzle=layouts.q.inner),
-                    smem.stats.get_tensor(layouts.stats),
-                )
-                if const_expr(spec.pair):
-                    layout = peer_k_layout(spec)
-                    staged_peer_k = smem.peer_k.get_tensor(layout.outer, swizzle=layout.inner)
-                peer = (peer_k, staged_peer_k)
-                self.load.run(smem, staged, tmas, peer, packed, visible, schedule, rank, tidx)
+                smem.work_full.data_ptr()  # see `start`
+                self.load.run(smem, key_views(smem, spec), tmas, peer_k, packed, visible, schedule, rank, tidx)
             if const_expr(spec.fused):
                 if warp_idx > 0 and warp_idx <= spec.adders:
                     self.adder.run(smem, sums, visible, schedule.ratio, rank, warp_idx - 1, tidx % 32)

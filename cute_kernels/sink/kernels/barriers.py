@@ -3,9 +3,9 @@
 from enum import IntEnum
 
 from cute_kernels.device.barriers import MBarrier, Rings
-from cute_kernels.sink.backward_spec import DS_STAGES, SinkBackwardSpec, SinkQueryGradSpec
+from cute_kernels.sink.backward_spec import DS_STAGES, SinkBackwardSpec
 from cute_kernels.sink.kernels.scheduler import WORK_STAGES
-from cute_kernels.sink.spec import ROWS, SinkForwardSpec
+from cute_kernels.sink.spec import ROWS, SinkQuerySpec
 
 
 class ForwardNamedBarrier(IntEnum):
@@ -41,7 +41,7 @@ class KeyGradNamedBarrier(IntEnum):
     SEND = 4  # 128, and 5: dS is in shared memory
 
 
-def query_barriers(spec: SinkForwardSpec | SinkQueryGradSpec) -> Rings:
+def query_barriers(spec: SinkQuerySpec) -> Rings:
     """Of the query-stationary kernels, in the order of their initialization."""
     consumers = 128 * spec.warpgroups
     q_bytes, tile_bytes = spec.row_operands * ROWS * spec.d * 2, spec.tile * spec.d * 2

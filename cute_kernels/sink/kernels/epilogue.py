@@ -1,11 +1,11 @@
 """Epilogues: results from registers through shared memory to global memory, by TMA."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import cpasync, warp
+from cutlass.cute.nvgpu import warp
 
 from cute_kernels.sink.kernels import views
 from cute_kernels.sink.kernels.barriers import KeyGradNamedBarrier
@@ -46,19 +46,10 @@ class RowStore:
         cute.copy(to_smem, thr_copy.retile(rounded), thr_copy.partition_D(staged[None, None, wg]))
         cute.arch.fence_proxy("async.shared", space="cta")  # makes ordinary stores visible to the copy engine
         cute.arch.barrier(barrier_id=self.store_barrier + wg, number_of_threads=128)
-        source, to_gmem = cpasync.tma_partition(
-            out.atom, 0, cute.make_layout(1), cute.group_modes(staged, 0, 2), cute.group_modes(target, 0, 2)
-        )
+        source, to_gmem = views.partition(out, staged, target)
         if tid // 32 == 0:
             cute.copy(out.atom, source[None, wg], to_gmem)
             cute.arch.cp_async_bulk_commit_group()
-
-
-class KeyGrads(NamedTuple):
-    """dK / softmax_scale and dV of a consumer warpgroup: an accumulator for each of its blocks of 64 keys."""
-
-    d_k: tuple
-    d_v: tuple
 
 
 class KeyStore:
@@ -83,8 +74,19 @@ class KeyStore:
         )
 
     @cute.jit
-    def store(self, smem, grads: KeyGrads, softmax_scale: Float32, d_k: Tma, d_v: Tma, targets, wg: Int32, tid: Int32):
-        """Scales dK, rounds both and stores them; called by all consumer warpgroups."""
+    def store(
+        self,
+        smem,
+        acc_dk: tuple,
+        acc_dv: tuple,
+        softmax_scale: Float32,
+        d_k: Tma,
+        d_v: Tma,
+        targets,
+        wg: Int32,
+        tid: Int32,
+    ):
+        """Stores the accumulators of each block of 64 keys, rounded, dK scaled; called by all consumer warpgroups."""
         spec = self.spec
         dtype, layout = DTYPES[spec.dtype], key_layouts(spec).kv
         store_matrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
@@ -96,7 +98,7 @@ class KeyStore:
         cute.arch.barrier(barrier_id=KeyGradNamedBarrier.STORE, number_of_threads=spec.consumers)
         fields = (smem.k, smem.v) if const_expr(spec.reuses) else (smem.d_k, smem.d_v)
         staged = tuple(view(field, layout) for field in fields)
-        results = ((grads.d_k, softmax_scale), (grads.d_v, Float32(1.0)))
+        results = ((acc_dk, softmax_scale), (acc_dv, Float32(1.0)))
         for i in cutlass.range_constexpr(2):
             acc, factor = results[i]
             for b in cutlass.range_constexpr(spec.key_blocks):
@@ -106,9 +108,8 @@ class KeyStore:
                 cute.copy(to_smem, thr_copy.retile(rounded), thr_copy.partition_D(mine))
         cute.arch.fence_proxy("async.shared", space="cta")  # makes ordinary stores visible to the copy engine
         cute.arch.barrier(barrier_id=KeyGradNamedBarrier.STORE, number_of_threads=spec.consumers)
-        one = cute.make_layout(1)
         (k_source, k_target), (v_source, v_target) = (
-            cpasync.tma_partition(tma.atom, 0, one, cute.group_modes(source, 0, 2), cute.group_modes(target, 0, 2))
+            views.partition(tma, source, target)
             for tma, source, target in zip((d_k, d_v), staged, targets, strict=True)
         )
         if issues:

@@ -23,9 +23,6 @@ class SinkFinishKernel:
     """See the module's docstring."""
 
     def __init__(self, spec: SinkFinishSpec):
-        reasons = spec.can_implement()
-        if reasons:
-            raise ValueError("; ".join(reasons))
         self.spec = spec
         self.dtype = views.DTYPES[spec.dtype]
 
@@ -82,10 +79,7 @@ class SinkFinishKernel:
             start, s_q = Int32(0), mDQ.shape[1]
         first = block * QUERIES
         if (first >= 0) & (first < s_q):
-            if const_expr(spec.packed):
-                gDQ = cute.domain_offset((start, 0), mDQ[None, head, None])
-            else:
-                gDQ = mDQ[batch, None, head, None]
+            gDQ = views.head_rows(mDQ, spec.packed, start, batch, head)
             row = Int64(head) * positions + views.position(spec.packed, start, batch, s_q) + first
             tile = sums + row * (4 * spec.d)
             pieces = spec.d // 8  # of 8 columns

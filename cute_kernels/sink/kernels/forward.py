@@ -24,7 +24,7 @@ from cute_kernels.sink.kernels import masks, scheduler, views
 from cute_kernels.sink.kernels.attend import Attend, Results
 from cute_kernels.sink.kernels.barriers import query_barriers
 from cute_kernels.sink.kernels.query_load import QueryLoad, QueryTmas, query_tmas
-from cute_kernels.sink.kernels.smem import QueryViews, query_layouts, query_storage, start
+from cute_kernels.sink.kernels.smem import query_storage, query_views, start
 from cute_kernels.sink.spec import SinkForwardSpec
 
 
@@ -66,9 +66,6 @@ class SinkForwardKernel:
     """
 
     def __init__(self, spec: SinkForwardSpec):
-        reasons = spec.can_implement()
-        if reasons:
-            raise ValueError("; ".join(reasons))
         self.spec = spec
         self.load = QueryLoad(spec)
         self.consumer = Attend(spec)
@@ -150,14 +147,8 @@ class SinkForwardKernel:
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(spec.load_registers)
             if warp_idx == 0:
-                layouts = query_layouts(spec)
-                staged = QueryViews(
-                    smem.q.get_tensor(layouts.q.outer, swizzle=layouts.q.inner),
-                    None,
-                    smem.k.get_tensor(layouts.kv.outer, swizzle=layouts.kv.inner),
-                    smem.v.get_tensor(layouts.kv.outer, swizzle=layouts.kv.inner),
-                )
-                self.load.run(smem, staged, tmas, packed, visible, schedule, tidx)
+                smem.work_full.data_ptr()  # see `start`
+                self.load.run(smem, query_views(smem, spec), tmas, packed, visible, schedule, tidx)
         else:
             cute.arch.setmaxregister_increase(spec.consumer_registers)
             results = Results(tmas.out, mLse, mSink)

@@ -9,33 +9,119 @@ Of one tile of 64 queries:
     wait 0                                 the tile is released
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from cute_kernels.device import softmax, wgmma
-from cute_kernels.device.ring import ring_slot_pow2, ring_slot_signed, use_phase
+from cute_kernels.device import registers, softmax, wgmma
+from cute_kernels.device.ring import ring_slot_pow2, use_phase
 from cute_kernels.sink.backward_spec import DS_STAGES, QUERIES
 from cute_kernels.sink.kernels import scheduler
-from cute_kernels.sink.kernels.epilogue import KeyGrads, KeyStore
-from cute_kernels.sink.kernels.masks import KeyMasks, Visibility
+from cute_kernels.sink.kernels.epilogue import KeyStore
+from cute_kernels.sink.kernels.masks import KeyMasks, TileRange, Visibility
 from cute_kernels.sink.kernels.query_sums import QuerySums
 from cute_kernels.sink.kernels.smem import key_layouts, key_mmas, view
 from cute_kernels.sink.kernels.views import DTYPES, Tma
 from cute_kernels.sink.spec import ROWS
 
 
-class KeyProducts:
-    """Products of the keys of a consumer warpgroup; `spec` is a SinkBackwardSpec."""
+class KeyBlocks(NamedTuple):
+    """The keys of a warpgroup: a member of each tuple for each block of 64 of them.
+
+    d_k     accumulator of dK / softmax_scale
+    d_v     accumulator of dV
+    k, v    operands in shared memory
+    limits  `KeyLimits`
+    seen    where the spec skips: a QueryRange, the queries that see any of the keys; otherwise None
+    """
+
+    d_k: tuple
+    d_v: tuple
+    k: tuple
+    v: tuple
+    limits: tuple
+    seen: Any
+
+
+class KeyGrad:
+    """Device code of a consumer warpgroup; `spec` is a SinkBackwardSpec. A subclass has the order of products."""
 
     def __init__(self, spec):
         self.spec = spec
         self.dtype = DTYPES[spec.dtype]
         self.masks = KeyMasks(spec)
         self.epilogue = KeyStore(spec)
+
+    @cute.jit
+    def run(
+        self,
+        smem,
+        d_k: Tma,
+        d_v: Tma,
+        softmax_scale: Float32,
+        visible: Visibility,
+        ratio: Int32,
+        rank: Int32,
+        wg: Int32,
+        tid: Int32,
+    ):
+        """The warpgroup, from its first work tile to the record that ends the kernel: its keys of each."""
+        spec = self.spec
+        mma_s, mma_kv, _ = key_mmas(spec)
+        acc_s = cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, spec.queries)), Float32)
+        shape, blocks = mma_kv.partition_shape_C((ROWS, spec.d)), range(spec.key_blocks)
+        acc_dk, acc_dv = (tuple(cute.make_rmem_tensor(shape, Float32) for _ in blocks) for _ in range(2))
+        count, ring_tile, running = Int32(0), Int32(0), Int32(1)
+        while running == 1:
+            record = scheduler.await_record(smem, count)
+            work = scheduler.read(record)
+            if work.first < 0:
+                running = Int32(0)
+            else:
+                sizes = work.s_q, work.s_k, visible
+                queries = self.masks.query_range(work.first, *sizes)
+                first = work.first + rank * spec.keys_of_cta + ROWS * spec.key_blocks * wg
+                limits = tuple(self.masks.limits(first + ROWS * b, *sizes, tid) for b in blocks)
+                for b in cutlass.range_constexpr(spec.key_blocks):
+                    acc_dk[b].fill(0.0)
+                    acc_dv[b].fill(0.0)
+                cute.arch.mbarrier_wait(smem.kv_full.ptr, use_phase(count))
+                k, v = (tuple(self.operand(t, wg * spec.key_blocks + b, tid) for b in blocks) for t in (smem.k, smem.v))
+                scale_log2 = softmax_scale * softmax.LOG2_E
+                seen = self.masks.seeing(first, *sizes) if const_expr(spec.skips) else None
+                keys = KeyBlocks(acc_dk, acc_dv, k, v, limits, seen)
+                ring_tile = self.add_tiles(smem, acc_s, keys, scale_log2, queries, ratio, ring_tile, rank, wg, tid)
+                # read again instead of kept: registers are short while dK, dV, S and dP are alive
+                targets = self.epilogue.targets(d_k, d_v, record, rank)
+                cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + record.stage)
+                if const_expr(not spec.reuses):
+                    cute.arch.mbarrier_arrive(smem.kv_empty.ptr)
+                # opaque: addresses made from it before the loop would take eight registers
+                thread = tid if const_expr(spec.fused) else registers.opaque(tid)
+                self.epilogue.store(smem, acc_dk, acc_dv, softmax_scale, d_k, d_v, targets, wg, thread)
+                count += 1
+        if tid // 32 == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def add_tiles(
+        self,
+        smem,
+        acc_s: cute.Tensor,
+        keys: KeyBlocks,
+        scale_log2: Float32,
+        queries: TileRange,
+        ratio: Int32,
+        ring_tile: Int32,
+        rank: Int32,
+        wg: Int32,
+        tid: Int32,
+    ) -> Int32:
+        """Adds the query tiles of all query heads of the group to dK and dV; returns the next tile of the ring."""
+        raise NotImplementedError
 
     @cute.jit
     def operand(self, field, block: Int32, tid: Int32):
@@ -81,100 +167,50 @@ class KeyProducts:
         return rows
 
 
-class KeyOperands(NamedTuple):
-    """K and V as operands in shared memory, one for each block of 64 keys of the warpgroup."""
-
-    k: tuple
-    v: tuple
-
-
-class FusedKeyGrad(KeyProducts):
-    """Device code of a consumer warpgroup."""
+class FusedKeyGrad(KeyGrad):
+    """Where dS is also stored, and dQ made of it in turn; see the module's docstring."""
 
     def __init__(self, spec):
         super().__init__(spec)
         self.dq = QuerySums(spec)
 
     @cute.jit
-    def run(
+    def add_tiles(
         self,
         smem,
-        d_k: Tma,
-        d_v: Tma,
-        softmax_scale: Float32,
-        visible: Visibility,
+        acc_s: cute.Tensor,
+        keys: KeyBlocks,
+        scale_log2: Float32,
+        queries: TileRange,
         ratio: Int32,
+        ring_tile: Int32,
         rank: Int32,
         wg: Int32,
         tid: Int32,
-    ):
-        """The warpgroup, from its first work tile to the record that ends the kernel: its keys of each."""
+    ) -> Int32:
+        """As `KeyGrad.add_tiles`."""
         spec = self.spec
-        mma_s, mma_kv, _ = key_mmas(spec)
-        words = scheduler.records(smem)
-        acc_s = cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, spec.queries)), Float32)
-        shape = mma_kv.partition_shape_C((ROWS, spec.d))
-        acc_dk, acc_dv = (
-            tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(spec.key_blocks)) for _ in range(2)
-        )
-        grads = KeyGrads(acc_dk, acc_dv)
-        count, ring_tile, running = Int32(0), Int32(0), Int32(1)
-        while running == 1:
-            stage, phase = ring_slot_signed(count, scheduler.WORK_STAGES)
-            cute.arch.mbarrier_wait(smem.work_full.data_ptr() + stage, phase)
-            record = scheduler.WorkRecord(words, stage)
-            work = scheduler.read(record)
-            if work.first < 0:
-                running = Int32(0)
-            else:
-                begin, tiles = self.masks.query_range(work.first, work.s_q, work.s_k, visible)
-                first = work.first + rank * spec.keys_of_cta + ROWS * spec.key_blocks * wg
-                limits = tuple(
-                    self.masks.limits(first + ROWS * b, work.s_q, work.s_k, visible, tid)
-                    for b in range(spec.key_blocks)
-                )
-                for b in cutlass.range_constexpr(spec.key_blocks):
-                    acc_dk[b].fill(0.0)
-                    acc_dv[b].fill(0.0)
-                cute.arch.mbarrier_wait(smem.kv_full.ptr, use_phase(count))
-                operands = KeyOperands(
-                    *(
-                        tuple(self.operand(t, wg * spec.key_blocks + b, tid) for b in range(spec.key_blocks))
-                        for t in (smem.k, smem.v)
-                    )
-                )
-                scale_log2 = softmax_scale * softmax.LOG2_E
-                total, t = ratio * tiles, Int32(0)
-                for i in cutlass.range(total, unroll=1):
-                    self.issue_scores(smem, acc_s, operands.k[0], ring_tile, tid)
-                    query = begin + spec.queries * t
-                    self.differentiate(
-                        smem, acc_s, grads, operands, i > 0, scale_log2, query, ring_tile, limits, rank, wg, tid
-                    )
-                    ring_tile += 1
-                    t = cutlass.select_(t == tiles - 1, Int32(0), t + 1)
-                if total > 0 and (ring_tile - 1) % spec.warpgroups == wg:
-                    self.dq.make_dq(smem, None, ring_tile - 1, rank, wg, tid)
-                # read again instead of kept: registers are short while dK, dV, S and dP are alive
-                targets = self.epilogue.targets(d_k, d_v, record, rank)
-                cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + stage)
-                self.epilogue.store(smem, grads, softmax_scale, d_k, d_v, targets, wg, tid)
-                count += 1
-        if tid // 32 == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        total, t = ratio * queries.tiles, Int32(0)
+        for i in cutlass.range(total, unroll=1):
+            self.issue_scores(smem, acc_s, keys.k[0], ring_tile, tid)
+            query = queries.begin + spec.queries * t
+            self.differentiate(smem, acc_s, keys, i > 0, scale_log2, query, ring_tile, rank, wg, tid)
+            ring_tile += 1
+            t = cutlass.select_(t == queries.tiles - 1, Int32(0), t + 1)
+        if total > 0 and (ring_tile - 1) % spec.warpgroups == wg:
+            self.dq.make_dq(smem, None, ring_tile - 1, rank, wg, tid)
+        return ring_tile
 
     @cute.jit
     def differentiate(
         self,
         smem,
         acc_s: cute.Tensor,
-        grads: KeyGrads,
-        operands: KeyOperands,
+        keys: KeyBlocks,
         follows,
         scale_log2: Float32,
         query: Int32,
         ring_tile: Int32,
-        limits: tuple,
         rank: Int32,
         wg: Int32,
         tid: Int32,
@@ -197,15 +233,15 @@ class FusedKeyGrad(KeyProducts):
             if const_expr(b > 0):
                 warpgroup.wait_group(0)
                 warpgroup.fence()
-            self.issue_transposed(operands.v[b], smem.d_out, acc_dp, stage, tid)
+            self.issue_transposed(keys.v[b], smem.d_out, acc_dp, stage, tid)
             values = column_stats(thread_stats)
             if const_expr(b == 0):
                 warpgroup.wait_group(1)
-            self.masks.mask(acc_s, query, limits[b])
+            self.masks.mask(acc_s, query, keys.limits[b])
             for r in cutlass.range_constexpr(2):
                 for c in cutlass.range_constexpr(columns):
                     s[r, c] = cute.math.exp2(s[r, c] * scale_log2 - values[c], fastmath=True)
-            self.issue_gradient(grads.d_v[b], self.rounded(acc_s), smem.d_out, stage, tid)
+            self.issue_gradient(keys.d_v[b], self.rounded(acc_s), smem.d_out, stage, tid)
 
             values = column_stats(thread_stats + spec.queries)
             warpgroup.wait_group(1)
@@ -213,12 +249,12 @@ class FusedKeyGrad(KeyProducts):
                 for c in cutlass.range_constexpr(columns):
                     s[r, c] *= dp[r, c] - values[c]
             rDS = self.rounded(acc_s)
-            self.issue_gradient(grads.d_k[b], rDS, smem.q, stage, tid)
+            self.issue_gradient(keys.d_k[b], rDS, smem.q, stage, tid)
 
             if const_expr(b == 0):
                 if const_expr(spec.key_blocks > 1):
                     warpgroup.fence()
-                    self.issue_transposed(operands.k[1], smem.q, acc_s, stage, tid)
+                    self.issue_transposed(keys.k[1], smem.q, acc_s, stage, tid)
                 cute.arch.mbarrier_wait(smem.ds_empty.data_ptr() + buffer, use_phase(ring_tile // DS_STAGES) ^ 1)
             sDS = view(smem.d_s, layouts.d_s)
             store_ds = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)

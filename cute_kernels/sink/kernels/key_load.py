@@ -1,6 +1,6 @@
 """The load warp of the key-stationary kernel: takes work tiles, loads K and V, and streams Q, dO and statistics."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -10,6 +10,7 @@ from cute_kernels.device.ring import ring_slot_pow2, use_phase
 from cute_kernels.sink.kernels import scheduler, views
 from cute_kernels.sink.kernels.masks import KeyMasks, Visibility
 from cute_kernels.sink.kernels.scheduler import KeySchedule, WorkTile
+from cute_kernels.sink.kernels.smem import KeyViews
 from cute_kernels.sink.kernels.views import Origin, Packed, Tma
 
 
@@ -25,16 +26,6 @@ class KeyTmas(NamedTuple):
     d_v: Tma
 
 
-class KeyViews(NamedTuple):
-    """What the load warp fills."""
-
-    k: cute.Tensor
-    v: cute.Tensor
-    q: cute.Tensor
-    d_out: cute.Tensor
-    stats: cute.Tensor
-
-
 class KeyLoad:
     """Device code; `spec` is a SinkBackwardSpec."""
 
@@ -48,7 +39,7 @@ class KeyLoad:
         smem,
         staged: KeyViews,
         tmas: KeyTmas,
-        peer: tuple,
+        peer_k: Tma | None,
         packed: Packed,
         visible: Visibility,
         schedule: KeySchedule,
@@ -57,12 +48,11 @@ class KeyLoad:
     ):
         """The load warp, from its first work tile to the record that ends the kernel.
 
-        Of a pair, `peer` has the TMA and the place of half of the columns of the other CTA's K.
+        Of a pair, `peer_k` loads half of the columns of the other CTA's K.
         """
         spec = self.spec
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        words = scheduler.records(smem)
         work_tiles = schedule.work_tiles
         if const_expr(spec.packed):
             work_tiles = packed.work_list[0, 0] * schedule.divisors.heads.divisor
@@ -75,50 +65,31 @@ class KeyLoad:
             following = Int32(0)
             if const_expr(not spec.pair):
                 following = scheduler.claim(schedule.counters, lane)  # long before it is needed
-            scheduler.publish(smem.work_full.data_ptr(), smem.work_empty.data_ptr(), words, count, work, lane)
+            scheduler.publish(smem, count, work, lane)
             q_origin = views.origin(spec.packed, work.s_q, work.start_q, work.batch)
-            self.load_keys(smem, staged, tmas, peer, work, count, rank)
+            self.load_keys(smem, staged, tmas, peer_k, work, count, rank)
             ring_tile = self.load_queries(smem, staged, tmas, work, q_origin, visible, schedule.ratio, ring_tile)
             number = work_tiles if const_expr(spec.pair) else ctas + cute.arch.shuffle_sync(following, 0)
             count += 1
 
-        scheduler.publish_end(
-            smem.work_full.data_ptr(),
-            smem.work_empty.data_ptr(),
-            words,
-            count,
-            not spec.pair,
-            schedule.counters,
-            ctas,
-            lane,
-        )
+        scheduler.publish_end(smem, count, not spec.pair, schedule.counters, ctas, lane)
 
     @cute.jit
-    def load_keys(self, smem, staged: KeyViews, tmas: KeyTmas, peer: tuple, work: WorkTile, count: Int32, rank: Int32):
+    def load_keys(self, smem, staged: KeyViews, tmas: KeyTmas, peer_k: Any, work: WorkTile, count: Int32, rank: Int32):
         """Starts the copies of K and V, and of a pair's other K, once their place is free."""
         spec = self.spec
         origin = views.origin(spec.packed, work.s_k, work.start_k, work.batch)
         cute.arch.mbarrier_wait(smem.kv_empty.ptr, use_phase(count + 1))
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(smem.kv_full.ptr, spec.bytes_of_keys)
-        copies = ((tmas.k, staged.k), (tmas.v, staged.v))
-        for x in cutlass.range_constexpr(2):
-            tma, place = copies[x]
-            keys = cute.local_tile(
-                cute.domain_offset((origin.row + work.first + rank * spec.keys_of_cta, 0, 0, 0), tma.tensor),
-                (spec.keys_of_cta, spec.d),
-                (0, 0, work.head, origin.outer),
-            )
-            target, source = views.partition(tma, place, keys)
-            cute.copy(tma.atom, source, target[None, 0], tma_bar_ptr=smem.kv_full.ptr)
+        copies = [(tmas.k, staged.k, rank, spec.d, 0), (tmas.v, staged.v, rank, spec.d, 0)]
         if const_expr(spec.pair):
-            tma, place = peer
-            keys = cute.local_tile(
-                cute.domain_offset((origin.row + work.first + (1 - rank) * spec.keys_of_cta, 0, 0, 0), tma.tensor),
-                (spec.keys_of_cta, spec.columns),
-                (0, rank, work.head, origin.outer),
-            )
-            target, source = views.partition(tma, place, keys)
+            copies.append((peer_k, staged.peer_k, 1 - rank, spec.columns, rank))
+        for x in cutlass.range_constexpr(len(copies)):
+            tma, stages, cta, columns, block = copies[x]
+            keys = cute.domain_offset((origin.row + work.first + cta * spec.keys_of_cta, 0, 0, 0), tma.tensor)
+            tile = cute.local_tile(keys, (spec.keys_of_cta, columns), (0, block, work.head, origin.outer))
+            target, source = views.partition(tma, stages, tile)
             cute.copy(tma.atom, source, target[None, 0], tma_bar_ptr=smem.kv_full.ptr)
 
     @cute.jit
@@ -155,13 +126,10 @@ class KeyLoad:
                     cute.arch.mbarrier_arrive_and_expect_tx(full + stage, 4 * spec.queries * (spec.d + 2))
                 copies = ((tmas.q, staged.q), (tmas.d_out, staged.d_out))
                 for x in cutlass.range_constexpr(2):
-                    tma, place = copies[x]
-                    tiles = cute.local_tile(
-                        cute.domain_offset((origin.row + queries.begin, 0, 0, 0), tma.tensor),
-                        (spec.queries, spec.d),
-                        (None, 0, q_head, origin.outer),
-                    )
-                    target, source = views.partition(tma, place, tiles)
+                    tma, stages = copies[x]
+                    rows = cute.domain_offset((origin.row + queries.begin, 0, 0, 0), tma.tensor)
+                    tiles = cute.local_tile(rows, (spec.queries, spec.d), (None, 0, q_head, origin.outer))
+                    target, source = views.partition(tma, stages, tiles)
                     cute.copy(tma.atom, source[None, t], target[None, stage], tma_bar_ptr=full + stage)
                 cute.copy(tmas.stats.atom, stats_source[None, t], stats_target[None, stage], tma_bar_ptr=full + stage)
         return ring_tile

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from cute_kernels.device.ring import RingSlot
+from cute_kernels.device.pipeline import Slot
 
 
 class KeyRing:
@@ -26,7 +26,7 @@ class KeyRing:
         cute.arch.mbarrier_arrive(target)
 
     @cute.jit
-    def skip(self, smem, slot: RingSlot):
+    def skip(self, smem, slot: Slot):
         """Releases a tile that none of these rows sees. Waiting for it first keeps two uses of a stage apart."""
         stage, phase = slot
         cute.arch.mbarrier_wait(smem.k_full.data_ptr() + stage, phase)

@@ -30,9 +30,6 @@ class SinkPrepareKernel:
     """See the module's docstring."""
 
     def __init__(self, spec: SinkPrepareSpec):
-        reasons = spec.can_implement()
-        if reasons:
-            raise ValueError("; ".join(reasons))
         self.spec = spec
         self.dtype = views.DTYPES[spec.dtype]
 
@@ -116,18 +113,10 @@ class SinkPrepareKernel:
         padded = (s_q + ROWS - 1) & -ROWS
         part = Float32(0.0)
         if (first >= 0) & (first < padded):
-            if const_expr(spec.packed):
-                gOut, gDOut = (cute.domain_offset((start, 0), t[None, head, None]) for t in (mOut, mDOut))
-                gLse = cute.domain_offset((start,), mLse[None, head])
-                if const_expr(spec.given):
-                    assert mDelta is not None
-                    gDelta = cute.domain_offset((start,), mDelta[None, head])
-            else:
-                gOut, gDOut = (t[batch, None, head, None] for t in (mOut, mDOut))
-                gLse = mLse[batch, None, head]
-                if const_expr(spec.given):
-                    assert mDelta is not None
-                    gDelta = mDelta[batch, None, head]
+            gOut, gDOut, gLse = (views.head_rows(t, spec.packed, start, batch, head) for t in (mOut, mDOut, mLse))
+            if const_expr(spec.given):
+                assert mDelta is not None
+                gDelta = views.head_rows(mDelta, spec.packed, start, batch, head)
             sink = mSink[head] * softmax.LOG2_E
             for group in cutlass.range_constexpr(ROWS * lanes // THREADS // TOGETHER):
                 rows = [first + (group * TOGETHER + i) * (THREADS // lanes) + tidx // lanes for i in range(TOGETHER)]

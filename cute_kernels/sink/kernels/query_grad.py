@@ -17,7 +17,7 @@ from cute_kernels.sink.kernels import masks, scheduler, views
 from cute_kernels.sink.kernels.barriers import query_barriers
 from cute_kernels.sink.kernels.query_grad_mma import QueryGrad
 from cute_kernels.sink.kernels.query_load import QueryLoad, QueryTmas, query_tmas
-from cute_kernels.sink.kernels.smem import QueryViews, query_layouts, query_storage, start
+from cute_kernels.sink.kernels.smem import query_storage, query_views, start
 
 
 class SinkQueryGradKernel:
@@ -43,9 +43,6 @@ class SinkQueryGradKernel:
     """
 
     def __init__(self, spec: SinkQueryGradSpec):
-        reasons = spec.can_implement()
-        if reasons:
-            raise ValueError("; ".join(reasons))
         self.spec = spec
         self.load = QueryLoad(spec)
         self.consumer = QueryGrad(spec)
@@ -118,14 +115,8 @@ class SinkQueryGradKernel:
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(spec.load_registers)
             if warp_idx == 0:
-                layouts = query_layouts(spec)
-                staged = QueryViews(
-                    smem.q.get_tensor(layouts.q.outer, swizzle=layouts.q.inner),
-                    smem.d_out.get_tensor(layouts.q.outer, swizzle=layouts.q.inner),
-                    smem.k.get_tensor(layouts.kv.outer, swizzle=layouts.kv.inner),
-                    smem.v.get_tensor(layouts.kv.outer, swizzle=layouts.kv.inner),
-                )
-                self.load.run(smem, staged, tmas, packed, visible, schedule, tidx)
+                smem.work_full.data_ptr()  # see `start`
+                self.load.run(smem, query_views(smem, spec), tmas, packed, visible, schedule, tidx)
         else:
             cute.arch.setmaxregister_increase(spec.consumer_registers)
             wg, tid = warp_idx // 4 - 1, tidx % 128

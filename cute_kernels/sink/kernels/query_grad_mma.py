@@ -15,7 +15,8 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import softmax, wgmma
-from cute_kernels.device.ring import RingSlot, ring_slot_pow2, ring_slot_signed, use_phase
+from cute_kernels.device.pipeline import Slot
+from cute_kernels.device.ring import ring_slot_pow2, ring_slot_signed, use_phase
 from cute_kernels.sink.kernels import scheduler, views
 from cute_kernels.sink.kernels.barriers import QueryGradNamedBarrier
 from cute_kernels.sink.kernels.epilogue import RowStore
@@ -58,7 +59,6 @@ class QueryGrad:
     ):
         """The warpgroup, from its first work tile to the record that ends the kernel: its 64 rows, or its heads."""
         spec = self.spec
-        words = scheduler.records(smem)
         acc_dq = cute.make_rmem_tensor(query_mmas(spec).pv.partition_shape_C((ROWS, spec.d)), Float32)
         lse, delta, next_stats = (cute.make_rmem_tensor(n, Float32) for n in (2, 2, 4))
         grads = RowGrads(acc_dq, lse, delta)
@@ -66,14 +66,12 @@ class QueryGrad:
         count, ring_tile, running = Int32(0), Int32(0), Int32(1)
         first_head = Int32(wg)  # of the work tile's heads, the first that is this warpgroup's
         while running == 1:
-            stage, phase = ring_slot_signed(count, scheduler.WORK_STAGES)
-            cute.arch.mbarrier_wait(smem.work_full.data_ptr() + stage, phase)
-            record = scheduler.WorkRecord(words, stage)
+            record = scheduler.await_record(smem, count)
             if record.first < 0:
                 running = Int32(0)
             else:
                 work = scheduler.read(record)
-                cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + stage)
+                cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + record.stage)
                 keys = self.masks.key_range(work.first, work.s_q, work.s_k, visible)
                 first = work.first if const_expr(spec.grouped) else work.first + ROWS * wg
                 limits = self.masks.limits(first, work.s_q, work.s_k, keys, visible, tid)
@@ -109,7 +107,7 @@ class QueryGrad:
                     self.statistics(mStats, work.head, position, work.s_q - first, next_stats, tid)
                     for r in cutlass.range_constexpr(2):
                         lse[r], delta[r] = next_stats[r], next_stats[2 + r]
-                    q_slot = RingSlot(wg, use_phase(count))
+                    q_slot = Slot(wg, use_phase(count))
                     ring_tile = self.differentiate(
                         smem, grads, scale_log2, keys.tiles, limits, q_slot, ring_tile, False, tid
                     )
@@ -139,7 +137,7 @@ class QueryGrad:
         scale_log2: Float32,
         tiles: Int32,
         limits: QueryLimits,
-        q_slot: RingSlot,
+        q_slot: Slot,
         ring_tile: Int32,
         kept,
         tid: Int32,

@@ -12,13 +12,14 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.device.ring import RingSlot, ring_slot_pow2, ring_slot_signed, use_phase
+from cute_kernels.device.pipeline import Slot
+from cute_kernels.device.ring import ring_slot_pow2, ring_slot_signed, use_phase
 from cute_kernels.sink.kernels import scheduler, views
 from cute_kernels.sink.kernels.masks import QueryMasks, Visibility
 from cute_kernels.sink.kernels.scheduler import QuerySchedule, WorkTile
-from cute_kernels.sink.kernels.smem import QuerySpec, QueryViews, query_layouts
+from cute_kernels.sink.kernels.smem import QueryViews, query_layouts
 from cute_kernels.sink.kernels.views import Origin, Packed, Tma
-from cute_kernels.sink.spec import ROWS
+from cute_kernels.sink.spec import ROWS, SinkQuerySpec
 
 
 class QueryTmas(NamedTuple):
@@ -32,7 +33,7 @@ class QueryTmas(NamedTuple):
 
 
 def query_tmas(
-    spec: QuerySpec, mQ: cute.Tensor, mDOut: cute.Tensor | None, mK: cute.Tensor, mV: cute.Tensor, mOut: cute.Tensor
+    spec: SinkQuerySpec, mQ: cute.Tensor, mDOut: cute.Tensor | None, mK: cute.Tensor, mV: cute.Tensor, mOut: cute.Tensor
 ) -> QueryTmas:
     """The TMA copies of a launch; `mOut` is O or dQ."""
     layouts, load, store = query_layouts(spec), cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -78,7 +79,6 @@ class QueryLoad:
         spec = self.spec
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        words = scheduler.records(smem)
         work_tiles = schedule.work_tiles
         if const_expr(spec.packed):
             work_tiles = packed.work_list[0, 0] * schedule.divisors.heads.divisor
@@ -91,14 +91,12 @@ class QueryLoad:
                 index = schedule.blocks - 1 - index  # a later block of rows sees more keys
             work = scheduler.work_tile(block, index, spec.rows, spec.packed, packed, schedule)
             following = scheduler.claim(schedule.counters, lane)  # long before it is needed
-            scheduler.publish(smem.work_full.data_ptr(), smem.work_empty.data_ptr(), words, count, work[:6], lane)
+            scheduler.publish(smem, count, work[:6], lane)
             ring_tile = self.load(smem, staged, tmas, work, visible, schedule.ratio, count, ring_tile)
             number = ctas + cute.arch.shuffle_sync(following, 0)
             count += 1
 
-        scheduler.publish_end(
-            smem.work_full.data_ptr(), smem.work_empty.data_ptr(), words, count, True, schedule.counters, ctas, lane
-        )
+        scheduler.publish_end(smem, count, True, schedule.counters, ctas, lane)
 
     @cute.jit
     def load(
@@ -136,7 +134,7 @@ class QueryLoad:
         else:
             self.load_tile(k, tiles - 1, ring_tile)
             for w in cutlass.range_constexpr(spec.warpgroups):
-                self.load_rows(smem, staged, tmas, rows, w, work.head, RingSlot(w, use_phase(count)))
+                self.load_rows(smem, staged, tmas, rows, w, work.head, Slot(w, use_phase(count)))
             self.load_remaining_tiles(k, v, tiles, ring_tile)
             ring_tile += tiles
         return ring_tile
@@ -169,7 +167,7 @@ class QueryLoad:
         rows: Origin,
         block: cutlass.Constexpr,
         head: Int32,
-        slot: RingSlot,
+        slot: Slot,
     ):
         """Starts the copies of a block of 64 rows of a head, once its slot is free."""
         spec = self.spec
@@ -179,11 +177,11 @@ class QueryLoad:
             cute.arch.mbarrier_arrive_and_expect_tx(full, spec.row_operands * ROWS * spec.d * 2)
         operands = ((tmas.q, staged.q), (tmas.d_out, staged.d_out))
         for x in cutlass.range_constexpr(spec.row_operands):
-            tma, target = operands[x]
+            tma, stages = operands[x]
             blocks = cute.local_tile(
                 cute.domain_offset((rows.row, 0, 0, 0), tma.tensor), (ROWS, spec.d), (None, 0, head, rows.outer)
             )
-            target, source = views.partition(tma, target, blocks)
+            target, source = views.partition(tma, stages, blocks)
             cute.copy(tma.atom, source[None, block], target[None, slot.index], tma_bar_ptr=full)
 
     @cute.jit

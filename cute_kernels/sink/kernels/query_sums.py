@@ -18,7 +18,7 @@ from cutlass._mlir.dialects.nvvm import MemScopeKind
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import cluster, wgmma
-from cute_kernels.device.ring import ring_slot_signed, use_phase
+from cute_kernels.device.ring import use_phase
 from cute_kernels.sink.backward_spec import DS_STAGES, QUERIES
 from cute_kernels.sink.kernels import scheduler, views
 from cute_kernels.sink.kernels.barriers import KeyGradNamedBarrier
@@ -132,19 +132,17 @@ class Adder:
     def run(self, smem, sums: Sums, visible: Visibility, ratio: Int32, rank: Int32, place: Int32, lane: Int32):
         """The warp, from its first work tile to the record that ends the kernel: the tiles staged in `place`."""
         spec = self.spec
-        words = scheduler.records(smem)
         size = 4 * QUERIES * spec.columns  # bytes
         full, empty = smem.added_full.data_ptr() + place, smem.added_empty.data_ptr() + place
         source = Int32(smem.added.data_ptr().toint()) + place * size
         count, ring_tile, running = Int32(0), Int32(0), Int32(1)
         while running == 1:
-            stage, phase = ring_slot_signed(count, scheduler.WORK_STAGES)
-            cute.arch.mbarrier_wait(smem.work_full.data_ptr() + stage, phase)
-            work = scheduler.read(scheduler.WorkRecord(words, stage))
+            record = scheduler.await_record(smem, count)
+            work = scheduler.read(record)
             if work.first < 0:
                 running = Int32(0)
             else:
-                cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + stage)
+                cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + record.stage)
                 queries = self.masks.query_range(work.first, work.s_q, work.s_k, visible)
                 position = views.position(spec.packed, work.start_q, work.batch, work.s_q) + queries.begin
                 for g in cutlass.range(ratio, unroll=1):

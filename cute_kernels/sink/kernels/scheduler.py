@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import AddressSpace, Int32, Int64, const_expr
 
-from cute_kernels.device.ring import use_phase
+from cute_kernels.device.ring import ring_slot_signed, use_phase
 from cute_kernels.sink.kernels import views
 from cute_kernels.sink.kernels.masks import Visibility, visibility
 
@@ -101,8 +101,8 @@ class Block(NamedTuple):
 class WorkRecord:
     """A work tile in shared memory. Each use of a field reads it: registers are short while accumulators are alive."""
 
-    def __init__(self, words: cute.Tensor, stage: Int32) -> None:
-        self.words, self.stage = words, stage
+    def __init__(self, smem, stage: Int32) -> None:
+        self.words, self.stage = smem.work.get_tensor(cute.make_layout((RECORD, WORK_STAGES))), stage
 
     def __getattr__(self, name: str) -> Int32:
         if name not in WorkTile._fields:
@@ -115,14 +115,16 @@ class WorkRecord:
             self.words[i, self.stage] = value
 
 
+def await_record(smem, count: Int32) -> WorkRecord:
+    """The record of the count-th work tile, once the load warp has written it."""
+    stage, phase = ring_slot_signed(count, WORK_STAGES)
+    cute.arch.mbarrier_wait(smem.work_full.data_ptr() + stage, phase)
+    return WorkRecord(smem, stage)
+
+
 def read(record: WorkRecord) -> WorkTile:
     """All fields but start_k, in registers."""
     return WorkTile(*(record.words[i, record.stage] for i in range(6)))
-
-
-def records(smem) -> cute.Tensor:
-    """Words of the records, by stage."""
-    return smem.work.get_tensor(cute.make_layout((RECORD, WORK_STAGES)))
 
 
 @cute.jit
@@ -151,40 +153,31 @@ def work_tile(
 
 
 @cute.jit
-def publish(full: cute.Pointer, empty: cute.Pointer, words: cute.Tensor, count: Int32, fields: tuple, lane: Int32):
+def publish(smem, count: Int32, fields: tuple, lane: Int32):
     """Writes the record of the count-th work tile once its stage is free; called by one warp."""
-    stage = await_stage(empty, count)
+    stage = await_stage(smem, count)
     if lane == 0:
-        WorkRecord(words, stage).write(fields)
-    cute.arch.mbarrier_arrive(full + stage)
+        WorkRecord(smem, stage).write(fields)
+    cute.arch.mbarrier_arrive(smem.work_full.data_ptr() + stage)
 
 
 @cute.jit
-def publish_end(
-    full: cute.Pointer,
-    empty: cute.Pointer,
-    words: cute.Tensor,
-    count: Int32,
-    retires: cutlass.Constexpr,
-    counters: Int64,
-    ctas: Int32,
-    lane: Int32,
-):
+def publish_end(smem, count: Int32, retires: cutlass.Constexpr, counters: Int64, ctas: Int32, lane: Int32):
     """Writes the record that ends the kernel; if it `retires`, the CTA takes no more from the counter."""
-    stage = await_stage(empty, count)
+    stage = await_stage(smem, count)
     if lane == 0:
-        WorkRecord(words, stage).write((Int32(-1),))
+        WorkRecord(smem, stage).write((Int32(-1),))
         if const_expr(retires):
             retire(counters, ctas)
-    cute.arch.mbarrier_arrive(full + stage)
+    cute.arch.mbarrier_arrive(smem.work_full.data_ptr() + stage)
 
 
 @cute.jit
-def await_stage(empty: cute.Pointer, count: Int32) -> Int32:
+def await_stage(smem, count: Int32) -> Int32:
     """The stage of the count-th work tile's record, once it is free."""
     stage = count % WORK_STAGES
     # waiting for the phase before the first returns at once, so the first waits for an empty stage pass
-    cute.arch.mbarrier_wait(empty + stage, use_phase(count // WORK_STAGES + 1))
+    cute.arch.mbarrier_wait(smem.work_empty.data_ptr() + stage, use_phase(count // WORK_STAGES + 1))
     return stage
 
 

@@ -10,12 +10,10 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from cute_kernels.device.barriers import Rings, initialize
-from cute_kernels.sink.backward_spec import DS_STAGES, QUERIES, SinkBackwardSpec, SinkQueryGradSpec
+from cute_kernels.sink.backward_spec import DS_STAGES, QUERIES, SinkBackwardSpec
 from cute_kernels.sink.kernels.scheduler import RECORD, WORK_STAGES
 from cute_kernels.sink.kernels.views import DTYPES
-from cute_kernels.sink.spec import ROWS, SinkForwardSpec
-
-QuerySpec = SinkForwardSpec | SinkQueryGradSpec
+from cute_kernels.sink.spec import ROWS, SinkQuerySpec
 
 
 def view(field, layout) -> cute.Tensor:
@@ -54,7 +52,7 @@ class QueryMmas(NamedTuple):
     pv: Any  # O += P V, and dQ += dS K: P or dS in registers
 
 
-def query_layouts(spec: QuerySpec) -> QueryLayouts:
+def query_layouts(spec: SinkQuerySpec) -> QueryLayouts:
     """Of a spec."""
     row, dtype = LayoutEnum.ROW_MAJOR, DTYPES[spec.dtype]
     tiler = (ROWS, spec.tile, spec.d)
@@ -65,7 +63,7 @@ def query_layouts(spec: QuerySpec) -> QueryLayouts:
     )
 
 
-def query_mmas(spec: QuerySpec) -> QueryMmas:
+def query_mmas(spec: SinkQuerySpec) -> QueryMmas:
     """Of a spec."""
     k, mn, one, t = OperandMajorMode.K, OperandMajorMode.MN, (1, 1, 1), DTYPES[spec.dtype]
     registers = warpgroup.OperandSource.RMEM
@@ -75,7 +73,7 @@ def query_mmas(spec: QuerySpec) -> QueryMmas:
     )
 
 
-def query_storage(spec: QuerySpec):
+def query_storage(spec: SinkQuerySpec):
     """The struct in shared memory."""
     layouts, dtype = query_layouts(spec), DTYPES[spec.dtype]
     d_out_size = cute.cosize(layouts.q) if spec.row_operands == 2 else 0
@@ -110,6 +108,17 @@ class QueryViews(NamedTuple):
     v: cute.Tensor
 
 
+def query_views(smem, spec: SinkQuerySpec) -> QueryViews:
+    """Made before the load warp begins: those made where they are used cost it instructions."""
+    layouts = query_layouts(spec)
+    return QueryViews(
+        view(smem.q, layouts.q),
+        view(smem.d_out, layouts.q) if spec.row_operands == 2 else None,
+        view(smem.k, layouts.kv),
+        view(smem.v, layouts.kv),
+    )
+
+
 # ---- the key-stationary kernel
 
 
@@ -140,6 +149,30 @@ def key_layouts(spec: SinkBackwardSpec) -> KeyLayouts:
         sm90.make_smem_layout_b(row, (ROWS, queries, spec.d), dtype, spec.stages),
         sm90.make_smem_layout_b(row, (ROWS, spec.keys_of_cta, queries), dtype, ds_tiles),
         cute.make_layout((queries, 1, 2, spec.stages), stride=(1, queries, queries, 2 * queries)),
+    )
+
+
+class KeyViews(NamedTuple):
+    """What the load warp fills; peer_k is None but of a pair."""
+
+    k: cute.Tensor
+    v: cute.Tensor
+    q: cute.Tensor
+    d_out: cute.Tensor
+    stats: cute.Tensor
+    peer_k: Any
+
+
+def key_views(smem, spec: SinkBackwardSpec) -> KeyViews:
+    """Made before the load warp begins; see `query_views`."""
+    layouts = key_layouts(spec)
+    return KeyViews(
+        view(smem.k, layouts.kv),
+        view(smem.v, layouts.kv),
+        view(smem.q, layouts.q),
+        view(smem.d_out, layouts.q),
+        smem.stats.get_tensor(layouts.stats),
+        view(smem.peer_k, peer_k_layout(spec)) if spec.pair else None,
     )
 
 

@@ -17,7 +17,7 @@ from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import PreparedLaunches, by_name, do_nothing, launch_or_explain
 from cute_kernels.runtime.overlap import check_written, holds
 from fp8_mla import TOKEN_BYTES, pack, row_views, write_pages
-from fp8_mla.formats import FORMATS, V3_2, PageLayout, TokenFormat, format_of_cache
+from fp8_mla.formats import FORMATS, PageLayout, TokenFormat, format_of_cache
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -61,8 +61,8 @@ def _launch(request: AppendRequest) -> None:
     key: tuple[Any, ...] = (
         kv.get_device(), kv.shape, cache.shape, cache.stride(), cache.dtype, slots.dtype, APPEND.option_key(request),
     )  # fmt: skip
-    if cache.shape[-1] != TOKEN_BYTES or kv.shape[-1] != V3_2.d_qk:
-        # these kernels are told where rows are, and do not check it
+    if cache.shape[-1] != TOKEN_BYTES:
+        # rows of a planar page lie where no stride says, and the kernel does not check that there is memory
         key = (*key, cache.untyped_storage().nbytes() - cache.storage_offset())
     if holds(cache, (kv.data_ptr(), slots.data_ptr())):
         check(request)

@@ -1,7 +1,7 @@
-"""What is fixed at compile time in the append kernels."""
+"""What is fixed at compile time in the append kernel."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from fp8_mla.formats import FORMATS, V3_2
 
@@ -23,7 +23,7 @@ OTHER_BUDGET = (E2M1_REGISTERS, ("LDG.E.128",))
 
 @dataclass(frozen=True)
 class MlaAppendSpec:
-    """Compile-time facts of the append kernels: constructor argument, cache key.
+    """Compile-time facts of `kernels.append.MlaAppendKernel`: constructor argument, cache key.
 
     tokens_per_warp  tokens whose loads a warp issues together: 1, 2 or 4. More keep more bytes in flight, fewer spread
                      a short call over more SMs
@@ -35,12 +35,7 @@ class MlaAppendSpec:
     warps: int = 4
     cache_format: str = V3_2.name
 
-    @property
-    def kernel(self) -> str:
-        """Where the kernel class is."""
-        if self.cache_format == V3_2.name:
-            return "cute_kernels.mla.kernels.append:MlaAppendKernel"
-        return "cute_kernels.mla.kernels.append_512:MlaAppend512Kernel"
+    kernel: ClassVar[str] = "cute_kernels.mla.kernels.append:MlaAppendKernel"
 
     @classmethod
     def for_launch(cls, tokens: int, cache_format: str = V3_2.name) -> "MlaAppendSpec":

@@ -91,7 +91,7 @@ class Kernel:
         self.device = device
         self.calls: list[tuple[torch.Tensor, ...]] = []
 
-    def __call__(self, kv: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
+    def __call__(self, kv: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor, *rows: int) -> None:
         # as a compiled kernel does: int8 passes for uint8, uint64 for int64
         pages_fit = pages.dim() == 3 and pages.shape[2] == 656 and pages.dtype in (torch.uint8, torch.int8)
         slots_fit = slots.shape == kv.shape[:1] and slots.dtype in (torch.int64, torch.uint64)
@@ -106,7 +106,8 @@ def prepared(monkeypatch: pytest.MonkeyPatch, kv: torch.Tensor, cache: torch.Ten
     """A launch that is prepared for every form of a cache, as earlier calls on a GPU would leave it."""
     kernel, fp8 = Kernel(), cache.view(torch.float8_e4m3fn)
     forms = (cache, cache[:, :, None], fp8, fp8[:, :, None])
-    launch = by_name(APPEND, kernel, "cute_kernels.mla.kernels.append:MlaAppendKernel")
+    rows = {"data_stride": 656, "scale_offset": 512, "scale_stride": 656}
+    launch = by_name(APPEND, kernel, "cute_kernels.mla.kernels.append:MlaAppendKernel", **rows)
     requests = [APPEND.request(kv=kv, kv_cache=form, slot_mapping=slots) for form in forms]
     prepare(monkeypatch, append_op, launch, *requests)
     kernel.calls.clear()
@@ -181,7 +182,7 @@ def test_all_loads_are_issued_before_anything_is_quantized():
 
 
 def test_the_launch_tells_the_kernel_where_rows_are(monkeypatch):
-    """Of V3.2 the strides of the cache say it, of other formats the layout of a page."""
+    """The layout of a page says it."""
     asked: list[Any] = []
     calls: list[Any] = []
 
@@ -196,5 +197,5 @@ def test_the_launch_tells_the_kernel_where_rows_are(monkeypatch):
     append_op.prepare_append(1, V4, V4.page_layout(64))({}, **tensors)
     assert asked == [MlaAppendSpec.for_launch(5000), MlaAppendSpec.for_launch(1, "v4")]
     (first, second) = calls
-    assert first[0] is kv and first[1] is pages and first[2] is slots and len(first) == 3
+    assert first[0] is kv and first[1] is pages and first[2] is slots and first[3:] == (656, 512, 656)
     assert second[1] is pages and second[3:] == (576, 64 * 576, 8)

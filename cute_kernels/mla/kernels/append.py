@@ -1,4 +1,4 @@
-"""Append to the paged FP8 latent cache: quantize bf16 tokens and store each in its slot."""
+"""Append to a paged latent cache: quantize bf16 tokens and store each in its slot, in any format."""
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -8,108 +8,169 @@ from cutlass.cute.nvgpu import CopyG2ROp
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.mla.append_spec import MlaAppendSpec
-from cute_kernels.mla.kernels.quantize import VALUES_PER_LANE, quantize_float32
-from fp8_mla.formats import V3_2
+from cute_kernels.mla.kernels.quantize import VALUES_PER_LANE, quantize
+from fp8_mla.formats import FORMATS
 
-LANES_PER_TILE = V3_2.quant_tile // VALUES_PER_LANE
-LANES_PER_ROPE = V3_2.rope_dim // 8  # 16 bytes of bf16 a lane
-ROPE_OFFSET = V3_2.field("rope").offset
+WARP = 32
+LATENT = WARP * VALUES_PER_LANE  # elements that the lanes of a warp have, 16 each
 
 
 class MlaAppendKernel:
-    """kv (tokens, 576) bf16 -> kv_cache (pages, page_size, 656) uint8 at slot_mapping (tokens,), in one launch.
+    """kv (tokens, 512 or 576) bf16 -> data and scale rows in kv_cache at slot_mapping (tokens,), in one launch.
 
-    A warp handles `tokens_per_warp` tokens and issues all their loads, slots included, before it uses any:
+    A warp handles `tokens_per_warp` tokens and issues all their loads, slots included, before it uses any. A lane has
+    16 neighbouring elements, so lanes are the columns of every format:
 
-    | part             | per lane                                | per warp instruction       |
-    |------------------|-----------------------------------------|----------------------------|
-    | latent, 1024 B   | 16 values of a quant tile, 2 loads      | one token                  |
-    | rope, 128 B      | 8 values of token lane / 8              | all tokens                 |
-    | codes, 512 B     | one store of 16 B                       | one token                  |
-    | scales, 16 B     | lanes 0, 8, 16, 24 store 4 B            | one token                  |
+    | format    | lanes of a quant tile | data row: bytes a lane stores     | scale row: bytes, by which lanes |
+    |-----------|-----------------------|-----------------------------------|----------------------------------|
+    | v3.2      | 8                     | 16; and 16 of a tail              | 4 each, 0, 8, 16 and 24          |
+    | v3.2_nope | 8                     | 16                                | 4 each, 0, 8, 16 and 24          |
+    | v4        | 4                     | 16; 32 of lanes 28 to 31, as read | 1 each, 0, 4 to 28; 0 by lane 28 |
+    | v4.1      | 2                     | 16                                | 1 each, every other one          |
+    | v4.1_fp4  | 1                     | 8                                 | 1 each                           |
 
-    No shared memory and no barriers: the largest magnitude of a quant tile takes three shuffles among its 8 lanes. A
-    token is 1152 bytes in and 656 out, so memory binds: at its speed 170 instructions a token and warp take less than
-    half of the issue slots.
+    The rope part of v3.2 is a tail after the 512 elements: eight lanes have that of a token, 8 elements each.
 
-    The rule is that of `fp8_mla.pack`, in float32 without flushing subnormals. cvt.rn.satfinite clamps, also Inf, to
-    448, and turns NaN into 0x7F.
+    A token is 1024 or 1152 bytes in and 288 to 656 out, so memory binds. No shared memory and no barriers. Where rows
+    are is said at run time, so one kernel serves planar and interleaved pages: the data row of a token is at
+    offset * data_stride in its page, its scales are at scale_offset + offset * scale_stride.
     """
 
     def __init__(self, spec: MlaAppendSpec) -> None:
-        reasons = spec.can_implement()
-        if reasons:
-            raise ValueError(f"{spec}: " + "; ".join(reasons))
         self.tokens_per_warp = spec.tokens_per_warp
         self.warps = spec.warps
+        self.format = FORMATS[spec.cache_format]
+        self.lanes_per_tile = self.format.quant_tile // VALUES_PER_LANE
+        self.code_lanes = self.format.nope_dim // VALUES_PER_LANE
+        self.code_bytes = VALUES_PER_LANE * self.format.codes.bits // 8  # of a lane
+        self.scale_type = Float32 if self.format.scales.itemsize == 4 else Uint8  # bytes, whatever they mean
+        self.rope_offset = self.format.rope.offset if self.format.rope else None
+        self.has_one_row = len(self.format.row_bytes) == 1
+        self.tail_lanes = (self.format.d_qk - LATENT) // 8  # that have elements after the first 512
 
     @cute.jit
-    def __call__(self, mKV: cute.Tensor, mCache: cute.Tensor, mSlots: cute.Tensor, stream: cuda.CUstream):
+    def __call__(
+        self,
+        mKV: cute.Tensor,
+        mCache: cute.Tensor,
+        mSlots: cute.Tensor,
+        data_stride: Int32,
+        scale_offset: Int32,
+        scale_stride: Int32,
+        stream: cuda.CUstream,
+    ):
+        """Launches the kernel.
+
+        Of mCache (pages, page_size, any) the first two sizes and the first stride count, in bytes, multiples of 16.
+        """
         tokens = Int32(mKV.shape[0])
         page_size = cute.fast_divmod_create_divisor_v2(Int32(mCache.shape[1]))
-        self._kernel(mKV, mCache, mSlots, page_size).launch(
+        rows = (data_stride, scale_offset, scale_stride)
+        self._kernel(mKV, mCache, mSlots, rows, page_size).launch(
             grid=[cute.ceil_div(tokens, self.tokens_per_warp * self.warps), 1, 1],
-            block=[32 * self.warps, 1, 1],
+            block=[WARP * self.warps, 1, 1],
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
     def _kernel(
-        self, mKV: cute.Tensor, mCache: cute.Tensor, mSlots: cute.Tensor, page_size: cute.FastDivmodDivisorV2
+        self,
+        mKV: cute.Tensor,
+        mCache: cute.Tensor,
+        mSlots: cute.Tensor,
+        rows: tuple,
+        page_size: cute.FastDivmodDivisorV2,
     ) -> None:
         count = const_expr(self.tokens_per_warp)
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        lane = tid % 32
+        lane = tid % WARP
         tokens = Int32(mKV.shape[0])
-        first = (cta * self.warps + tid // 32) * count
+        first = (cta * self.warps + tid // WARP) * count
         load = cute.make_copy_atom(CopyG2ROp(), BFloat16, num_bits_per_copy=128)
+        # As decoding does: the next launch may begin once all CTAs of this one have started. Every thread waits for the
+        # kernels before this one, which write kv and slots or read the cache.
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
 
         if first < tokens:
-            # the token whose rope part this lane copies; spare lanes repeat the last one's loads and store nothing
-            mine = lane // LANES_PER_ROPE
-            rope_token = cutlass.min(first + cutlass.min(mine, count - 1), tokens - 1)
-            slot = mSlots[rope_token]
-            latent = cute.make_rmem_tensor((8, 2, count), BFloat16)
-            rope = cute.make_rmem_tensor((8,), BFloat16)
+            mine = lane % count  # the token whose rows this lane finds
+            if const_expr(self.tail_lanes > 0):  # and whose tail it copies; spare lanes repeat loads and store nothing
+                mine = cutlass.min(lane // self.tail_lanes, count - 1)
+            slot = mSlots[cutlass.min(first + mine, tokens - 1)]
+            latent, tail = cute.make_rmem_tensor((8, 2, count), BFloat16), cute.make_rmem_tensor(8, BFloat16)
             for t in cutlass.range_constexpr(count):
-                source = self._row(mKV, cutlass.min(first + t, tokens - 1)) + cute.assume(
-                    VALUES_PER_LANE * lane, divby=16
-                )
+                source = self._row(mKV, first + t, tokens) + cute.assume(VALUES_PER_LANE * lane, divby=16)
                 for half in cutlass.range_constexpr(2):
                     cute.copy(load, cute.make_tensor(source + 8 * half, cute.make_layout(8)), latent[None, half, t])
-            chunk = cute.assume(V3_2.nope_dim + 8 * (lane % LANES_PER_ROPE), divby=8)
-            cute.copy(load, cute.make_tensor(self._row(mKV, rope_token) + chunk, cute.make_layout(8)), rope)
+            if const_expr(self.tail_lanes > 0):
+                chunk = cute.assume(LATENT + 8 * (lane % self.tail_lanes), divby=8)
+                source = self._row(mKV, first + mine, tokens) + chunk
+                cute.copy(load, cute.make_tensor(source, cute.make_layout(8)), tail)
 
-            destination = Int64(0)  # the row of this lane's token; 0: nowhere
+            if const_expr(self.lanes_per_tile == 1 and count > 1):
+                # With no shuffle in the way ptxas quantizes a token before it issues the loads of the next one.
+                cute.arch.fence_acq_rel_cta()
+
+            # No branch: ptxas moves loads of other tokens past it, where they wait for the slot.
             num_slots = Int64(mCache.shape[0]) * Int64(mCache.shape[1])
-            if mine < count and first + mine < tokens and slot >= 0 and slot < num_slots:
-                page, offset = divmod(Int32(slot), page_size)
-                row = Int64(page) * Int64(mCache.stride[0]) + Int64(offset) * Int64(mCache.stride[1])
-                destination = mCache.iterator.toint() + row
+            exists = first + mine < tokens and slot >= 0 and slot < num_slots
+            page, offset = divmod(cutlass.select_(exists, Int32(slot), Int32(0)), page_size)
+            page_start = mCache.iterator.toint() + Int64(page) * Int64(mCache.stride[0])
+            data_stride, scale_offset, scale_stride = rows
+            data = page_start + Int64(offset) * Int64(data_stride)
+            data = cutlass.select_(exists, data, Int64(0))  # the address of the token's data row; 0: nowhere
+            scales = page_start + Int64(scale_offset) + Int64(offset) * Int64(scale_stride)
 
             for t in cutlass.range_constexpr(count):
-                codes, scale = quantize_float32(latent[None, None, t], LANES_PER_TILE)
-                target = self._shuffle64(destination, t * LANES_PER_ROPE)
-                if target != 0:
-                    cute.autovec_copy(codes, self._bytes(target, VALUES_PER_LANE * lane))
-                    if lane % LANES_PER_TILE == 0:
-                        scales = cute.recast_tensor(self._bytes(target, V3_2.scales.offset), Float32)
-                        scales[lane // LANES_PER_TILE] = scale
-            if destination != 0:
-                bytes16 = self._bytes(destination, ROPE_OFFSET + 16 * (lane % LANES_PER_ROPE))
-                cute.autovec_copy(cute.recast_tensor(rope, Uint8), bytes16)
+                codes, scale = quantize(self.format, latent[None, None, t])
+                data_row, scale_row = data, scales
+                finder = t * max(self.tail_lanes, 1)  # the first lane that has found the rows
+                if const_expr(count > 1):
+                    data_row = self._shuffle64(data, finder)
+                if const_expr(self.has_one_row):
+                    scale_row = data_row + self.format.scales.offset
+                elif const_expr(count > 1):
+                    scale_row = self._shuffle64(scales, finder)
+                if data_row != 0:
+                    self._store(latent[None, None, t], codes, scale, data_row, scale_row, lane)
+            if const_expr(self.tail_lanes > 0):
+                if data != 0 and lane < self.tail_lanes * count:
+                    self._store_bytes(tail, data + Int64(self.rope_offset + 16 * (lane % self.tail_lanes)), 16)
 
     @cute.jit
-    def _row(self, mKV: cute.Tensor, token: Int32) -> cute.Pointer:
-        """A token's values. The product is 64-bit: kv may have more than 2^31 elements."""
-        return mKV.iterator + cute.assume(Int64(token) * Int64(mKV.stride[0]), divby=8)
+    def _row(self, mKV: cute.Tensor, token: Int32, tokens: Int32) -> cute.Pointer:
+        """A token's elements, or those of the last one. The product is 64-bit: kv may have more than 2^31 elements."""
+        return mKV.iterator + cute.assume(Int64(cutlass.min(token, tokens - 1)) * Int64(mKV.stride[0]), divby=8)
 
     @cute.jit
-    def _bytes(self, address: Int64, offset) -> cute.Tensor:
-        """16 bytes of a cache row."""
-        pointer = cute.make_ptr(Uint8, address + Int64(offset), AddressSpace.gmem, assumed_align=16)
-        return cute.make_tensor(pointer, cute.make_layout(16))
+    def _store(self, latent: cute.Tensor, codes: cute.Tensor, scale, data_row: Int64, scale_row: Int64, lane: Int32):
+        """Stores this lane's part of a token's rows, but for a tail."""
+        if const_expr(self.code_lanes == WARP):
+            self._store_bytes(codes, data_row + Int64(self.code_bytes * lane), self.code_bytes)
+        else:
+            if lane < self.code_lanes:
+                self._store_bytes(codes, data_row + Int64(self.code_bytes * lane), self.code_bytes)
+            else:
+                rope = data_row + Int64(self.rope_offset + 2 * VALUES_PER_LANE * (lane - self.code_lanes))
+                for half in cutlass.range_constexpr(2):
+                    self._store_bytes(latent[None, half], rope + 16 * half, 16)
+                scale = scale * 0  # padding of the scale row, by the first of these lanes
+        if lane % self.lanes_per_tile == 0:
+            width = const_expr(self.format.scales.itemsize)
+            pointer = cute.make_ptr(
+                self.scale_type,
+                scale_row + Int64(width * (lane // self.lanes_per_tile)),
+                AddressSpace.gmem,
+                assumed_align=width,
+            )
+            cute.make_tensor(pointer, cute.make_layout(1))[0] = self.scale_type(scale)
+
+    @cute.jit
+    def _store_bytes(self, source: cute.Tensor, address: Int64, count: cutlass.Constexpr):
+        pointer = cute.make_ptr(Uint8, address, AddressSpace.gmem, assumed_align=count)
+        cute.autovec_copy(cute.recast_tensor(source, Uint8), cute.make_tensor(pointer, cute.make_layout(count)))
 
     @cute.jit
     def _shuffle64(self, value: Int64, lane: int) -> Int64:
@@ -119,10 +180,13 @@ class MlaAppendKernel:
         return (Int64(high) << 32) | (Int64(low) & 0xFFFFFFFF)
 
     def fake_arguments(self) -> tuple:
-        """What `__call__` is compiled from: any strides, those of kv and the cache multiples of 16 bytes."""
+        """What `__call__` is compiled from: any strides, those of kv and of pages multiples of 16 bytes."""
         tokens = cute.sym_int()
-        mKV = make_fake_tensor(BFloat16, (tokens, V3_2.d_qk), (cute.sym_int64(divisibility=8), 1), assumed_align=16)
-        strides = (cute.sym_int64(divisibility=16), cute.sym_int64(divisibility=16), 1)
-        mCache = make_fake_tensor(Uint8, (cute.sym_int(), cute.sym_int(), V3_2.token_bytes), strides, assumed_align=16)
+        mKV = make_fake_tensor(
+            BFloat16, (tokens, self.format.d_qk), (cute.sym_int64(divisibility=8), 1), assumed_align=16
+        )
+        strides = (cute.sym_int64(divisibility=16), cute.sym_int64(), 1)
+        mCache = make_fake_tensor(Uint8, tuple(cute.sym_int() for _ in range(3)), strides, assumed_align=16)
         mSlots = make_fake_tensor(Int64, (tokens,), (cute.sym_int64(),), assumed_align=8)
-        return mKV, mCache, mSlots, make_fake_stream(use_tvm_ffi_env_stream=True)
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        return mKV, mCache, mSlots, Int32(0), Int32(0), Int32(0), stream

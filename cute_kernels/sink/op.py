@@ -267,7 +267,7 @@ def _decodes(request: Request) -> bool:
 def _fits_prefill(request: Request) -> bool:
     """Whether q and k pass the two checks that `gqa_decode` lacks: rows of q are 16-byte aligned, and k has q's dtype.
 
-    A call that fails them goes to `_check`, which refuses it in the same words as on a CPU and with more query tokens.
+    A call that fails them goes to `check`, which refuses it in the same words as on a CPU and with more query tokens.
     """
     q, row = request["q"], ALIGN // request["q"].element_size()
     if q.data_ptr() % ALIGN or request["k"].dtype is not q.dtype:

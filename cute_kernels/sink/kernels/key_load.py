@@ -1,6 +1,6 @@
 """The load warp of the key-stationary kernel: takes work tiles, loads K and V, and streams Q, dO and statistics."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -75,9 +75,7 @@ class KeyLoad:
         scheduler.publish_end(smem, count, not spec.pair, schedule.counters, ctas, lane)
 
     @cute.jit
-    def load_keys(
-        self, smem, staged: KeyViews, tmas: KeyTmas, peer_k: Tma | None, work: WorkTile, count: Int32, rank: Int32
-    ):
+    def load_keys(self, smem, staged: KeyViews, tmas: KeyTmas, peer_k: Any, work: WorkTile, count: Int32, rank: Int32):
         """Starts the copies of K and V, and of a pair's other K, once their place is free."""
         spec = self.spec
         origin = views.origin(spec.packed, work.s_k, work.start_k, work.batch)

@@ -166,9 +166,14 @@ class KeyViews(NamedTuple):
 def key_views(smem, spec: SinkBackwardSpec) -> KeyViews:
     """Made before the load warp begins; see `query_views`."""
     layouts = key_layouts(spec)
-    fields = (smem.k, layouts.kv), (smem.v, layouts.kv), (smem.q, layouts.q), (smem.d_out, layouts.q)
-    views, stats = [view(field, layout) for field, layout in fields], smem.stats.get_tensor(layouts.stats)
-    return KeyViews(*views, stats, view(smem.peer_k, peer_k_layout(spec)) if spec.pair else None)
+    return KeyViews(
+        view(smem.k, layouts.kv),
+        view(smem.v, layouts.kv),
+        view(smem.q, layouts.q),
+        view(smem.d_out, layouts.q),
+        smem.stats.get_tensor(layouts.stats),
+        view(smem.peer_k, peer_k_layout(spec)) if spec.pair else None,
+    )
 
 
 def peer_k_layout(spec: SinkBackwardSpec):

@@ -142,10 +142,10 @@ def block_at(cu_seqlens: cute.Tensor, tokens: Int32, index: Int32, rows: cutlass
 
 def head_rows(t: cute.Tensor, packed: bool, start: Int32, batch: Int32, head: Int32) -> cute.Tensor:
     """Rows of a head of a sequence: (s, d), or (s) of a tensor without d."""
-    rest = (None,) * (cute.rank(t) - (2 if packed else 3))
-    if const_expr(packed):
-        return cute.domain_offset((start, *(0 for _ in rest)), t[(None, head, *rest)])
-    return t[(batch, None, head, *rest)]
+    first = (None, head) if const_expr(packed) else (batch, None, head)
+    rest = (None,) * (cute.rank(t) - len(first))
+    rows = t[first + rest]
+    return cute.domain_offset((start, *(0 for _ in rest)), rows) if const_expr(packed) else rows
 
 
 def origin(packed: bool, length: Int32, start: Int32, batch: Int32) -> Origin:

@@ -77,12 +77,13 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     extra_length: Any = request["extra_topk_length"]
     # kernels check neither strides nor the bytes of a token: a page must hold its scale rows
     key: tuple[Any, ...] = (
-        q.get_device(), sparse, q.shape, length is None, pages.shape, pages.stride(), index.shape[-1],
-        DECODE.key(request),
+        q.get_device(), sparse, q.shape, pages.shape, pages.stride(), index.shape[-1], index.dtype,
+        None if length is None else length.dtype, DECODE.key(request),
     )  # fmt: skip
     if second is not None:
         second = _pages(second)
-        key = (*key, second.shape, second.stride(), extra_index.shape[-1], extra_length is None)
+        of_lengths = None if extra_length is None else extra_length.dtype
+        key = (*key, second.shape, second.stride(), extra_index.shape[-1], extra_index.dtype, of_lengths)
     elif extra_index is not None or extra_length is not None:
         fail("extra_kv_cache", "None with its arguments", "a second cache")
     prepared = _prepared.get(key) or _prepare(key, request)
@@ -119,16 +120,13 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _length(index: torch.Tensor, length: torch.Tensor | None, no_length: torch.Tensor) -> torch.Tensor:
-    """How many indices count, for each query; raises for integers that a kernel would read as others."""
+    """How many indices count, for each query."""
     if length is None:
-        length = no_length
-    elif index.dim() == 3 and length.dim() == 1:
+        return no_length
+    if index.dim() == 3 and length.dim() == 1:
         if length.shape[0] != index.shape[0]:
             fail("topk_length", f"shape {tuple(length.shape)}", f"({index.shape[0]},)")
-        length = length.unsqueeze(1).expand(index.shape[:2])
-    # the compiled kernel takes unsigned integers for signed ones
-    if index.dtype is not torch.int32 or length.dtype is not torch.int32:
-        fail("indices", f"{index.dtype}, lengths {length.dtype}", "int32", TypeError)
+        return length.unsqueeze(1).expand(index.shape[:2])
     return length
 
 

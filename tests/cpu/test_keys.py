@@ -99,6 +99,12 @@ DENSE: Call = {
     "cache_seqlens": torch.ones(2, dtype=I32),
 }
 LATENT: Call = {**MLA, "q": torch.zeros(2, 1, 4, 512, dtype=BF16), "kv_cache": torch.zeros(4, 8, 584, dtype=U8)}
+TWO: Call = {
+    **LATENT,
+    "extra_kv_cache": LATENT["kv_cache"],
+    "extra_indices": MLA["indices"],
+    **dict.fromkeys(("topk_length", "extra_topk_length"), torch.ones(2, dtype=I32)),
+}
 PAGES = torch.zeros(8 * 8 * 584 + 999, dtype=U8)
 MLA_APPEND: Call = {
     "kv": torch.zeros(2, 512, dtype=BF16),
@@ -139,6 +145,7 @@ CALLS: dict[str, tuple[Any, Call]] = {
     "mla": (mla_launch, MLA),
     "dense": (mla_launch, DENSE),
     "latent": (mla_launch, LATENT),
+    "two caches": (mla_launch, TWO),
     "append": (append_op, MLA_APPEND),
     "append, v3.2": (append_op, APPEND_V3_2),
     "kv append": (kv_append_op, KV_APPEND),
@@ -213,6 +220,7 @@ CHANGES: dict[str, dict[str, Call]] = {
         "heads of out and tokens": {"out": torch.zeros(2, 4, 1, 64, dtype=BF16)},
         "dtype of lse": {"lse": torch.zeros(2, 1, 4, dtype=torch.float64)},
     },
+    "two caches": unsigned(TWO, "indices", "topk_length", "extra_indices", "extra_topk_length"),
     "mla": {
         "lengths": {"topk_length": torch.ones(2, dtype=I32)},
         "num_splits": {"num_splits": 2},
@@ -225,6 +233,7 @@ CHANGES: dict[str, dict[str, Call]] = {
         "strides of lse": {"lse": apart(MLA["lse"])},
     },
     "dense": {
+        **unsigned(DENSE, "block_table", "cache_seqlens"),
         "pages of a sequence": {"block_table": DENSE["block_table"][:, :4]},
         "num_splits": {"num_splits": 2},
     },

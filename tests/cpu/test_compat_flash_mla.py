@@ -144,19 +144,6 @@ def test_nan_in_lse_stays(calls, case):
     assert lse.isnan().all()
 
 
-def test_through_the_public_operation_on_a_cpu(case, indices):
-    q, k_cache, block_table, cache_seqlens = case
-    metadata, num_splits = flash_mla.get_mla_metadata()
-    sparse = flash_mla.flash_mla_with_kvcache(
-        q, k_cache, None, None, 512, metadata, num_splits, is_fp8_kvcache=True, indices=indices
-    )
-    assert_flash_mla_result(sparse, q, k_cache, indices=indices)
-    dense = flash_mla.flash_mla_with_kvcache(
-        q, k_cache, block_table, cache_seqlens, 512, metadata, num_splits, causal=True, is_fp8_kvcache=True
-    )
-    assert_flash_mla_result(dense, q, k_cache, block_table=block_table, cache_seqlens=cache_seqlens)
-
-
 SOME_CACHE = torch.zeros(6, PAGE_SIZE, 1, 656, dtype=torch.uint8)
 SOME_INDICES = torch.zeros(BATCH, S_Q, 7, dtype=torch.int32)
 

@@ -44,11 +44,6 @@ def test_what_is_left_is_the_quantization(found: demo.Found, mode: str) -> None:
     assert report.failures(mode) == []
 
 
-def test_tokens_are_counted(found: demo.Found) -> None:
-    lengths = [SMALL.prompt_tokens + SMALL.next_tokens - 6 * row for row in range(SMALL.sequences)]
-    assert found.tokens == sum(lengths)
-
-
 @pytest.mark.parametrize("sparse", [True, False])
 def test_a_wrong_scale_or_a_wrong_rope_would_show(sparse: bool) -> None:
     """The layer's softmax scale is not 192 ** -0.5 (mscale), and its rope is interleaved: a mistake there is large."""

@@ -1,8 +1,5 @@
 """From positions to slots, and what is invalid."""
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -73,17 +70,6 @@ def test_example():
     ]
     assert slots_from_block_table(table, seqlens, 2, max_tokens=1).tolist() == [[14], [8]]
     assert slots_from_block_table(table, seqlens, 2, max_tokens=0).shape == (2, 0)
-
-
-def test_example_of_the_format_page_runs():
-    page = Path(__file__).parents[2] / "docs" / "users" / "formats.md"
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    names: dict = {}
-    for block in blocks:
-        exec(block, names)
-    assert names["slots"].tolist() == [28, 29, 30, 31, 8, 9, 10, 11, 36, 37]
-    assert names["indices"].tolist() == [[[28, 31, 36, -1]]]
-    assert names["out"].shape == (1, 1, 16, 512) and names["out"].isfinite().all()
 
 
 def test_slots_beyond_31_bits():

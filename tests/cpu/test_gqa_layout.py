@@ -1,6 +1,7 @@
 """Shapes of caches and scales: what each means, and what a wrong one is told."""
 
 import itertools
+from typing import get_args
 
 import pytest
 
@@ -10,6 +11,7 @@ from cute_kernels.gqa.layouts import (
     LAYOUTS,
     CacheSizes,
     ScaleKind,
+    Which,
     cache_sizes,
     scale_kind,
     scale_shapes,
@@ -93,25 +95,15 @@ def test_head_dimensions(d):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_page_sizes(name):
-    def of_rows(rows):
-        return sizes_of(
-            name,
-            *(
-                tuple(rows if s == 16 and i == rows_at else s for i, s in enumerate(shape))
-                for shape, rows_at in rows_axes
-            ),
-        )
-
-    k_shape, v_shape = SHAPES[name][:2]
-    rows_axis = "t" if LAYOUTS[name].paged else "s"
-    rows_axes = [(k_shape, LAYOUTS[name].key.index(rows_axis)), (v_shape, LAYOUTS[name].value.index(rows_axis))]
+    layout = LAYOUTS[name]
     for rows in (0, 1, 2, 7, 8, 12, 16, 32, 48, 64, 128, 1024):
+        shapes = [layout.shape(which, CacheSizes(5, rows, 3, 128), 1) for which in get_args(Which)]
         power = rows > 0 and rows & (rows - 1) == 0
-        if not LAYOUTS[name].paged or (rows in (8, 16, 32) if name == "paged_vllm" else power):
-            assert of_rows(rows).rows == rows
+        if not layout.paged or (rows in (8, 16, 32) if name == "paged_vllm" else power):
+            assert sizes_of(name, *shapes).rows == rows
         else:
             with pytest.raises(ValueError, match=rf"k_cache: got page size {rows}; layout '{name}' needs"):
-                of_rows(rows)
+                sizes_of(name, *shapes)
 
 
 @pytest.mark.parametrize("name", SHAPES)

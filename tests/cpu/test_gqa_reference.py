@@ -9,11 +9,7 @@ import torch
 
 from cute_kernels.gqa import reference
 from cute_kernels.gqa.layouts import LAYOUTS, ScaleKind, Which
-from cute_kernels.gqa.reference import (
-    dequantize,
-    quantize,
-    reference_gqa_decode,
-)
+from cute_kernels.gqa.reference import dequantize, quantize, reference_gqa_decode
 from tests.kit.gqa_cases import (
     KV_DTYPES,
     SCALE_NAMES,

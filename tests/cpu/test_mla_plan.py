@@ -9,13 +9,7 @@ from cute_kernels.mla.checks import Formats, check_exchange
 from cute_kernels.mla.crossover.spec import WEIGHT, MlaCrossoverSpec
 from cute_kernels.mla.crossover.spec import shipped_specs as shipped_crossover_specs
 from cute_kernels.mla.plan import EXCHANGES, MAX_BALANCED, MAX_SPLITS, plan_decode
-from cute_kernels.mla.spec import (
-    MASKED_SCALE,
-    TOKENS_PER_TILE,
-    WIDE,
-    MlaDecodeSpec,
-    shipped_specs,
-)
+from cute_kernels.mla.spec import MASKED_SCALE, TOKENS_PER_TILE, WIDE, MlaDecodeSpec, shipped_specs
 from fp8_mla.formats import FORMATS, PAIRS
 
 SMS = 132

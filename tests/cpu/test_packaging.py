@@ -89,18 +89,9 @@ def test_both_ends_of_every_range_but_torch_are_asked_for() -> None:
     assert lowest["nvidia-cutlass-dsl"] == "==4.8.0" and highest["nvidia-cutlass-dsl"] == "<4.9"
 
 
-def test_a_dependency_without_a_range_is_refused() -> None:
-    with pytest.raises(ValueError, match="einops"):
-        try_pins.ranges('dependencies = [\n    "torch>=2.11,<2.15",\n    "einops",\n]\n')
-
-
 def test_the_script_that_makes_environments_takes_torch_from_the_same_range() -> None:
     script = (ROOT / "scripts" / "bootstrap.sh").read_text(encoding="utf-8")
     low, high = (tuple(map(int, version.split("."))) for version in RANGES["torch"])
     assert f"{low} <= version < {high}" in script
     pinned = re.search(r'torch_pin="torch==([0-9]+)\.([0-9]+)\.', script)
     assert pinned is not None and low <= (int(pinned[1]), int(pinned[2])) < high
-
-
-def test_what_is_run_at_both_ends_is_there() -> None:
-    assert all((ROOT / file).is_file() for file in try_pins.TESTS)

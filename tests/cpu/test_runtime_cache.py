@@ -123,26 +123,10 @@ def test_waits_for_the_builder_that_holds_the_lock(place: Place, filled: Place) 
     assert found and place.compilations() == 0
 
 
-def test_precompile_fills_the_cache_for_others(place: Place) -> None:
-    specs = [TinySpec(32), TinySpec(64), TinySpec(32)]
-    compile.precompile(specs, processes=2)
-    assert place.compilations() == 2
-    assert len(place.files()) == 2
-    compile.precompile(specs, processes=2)
-    for spec in specs:
-        compile.get_kernel(spec)
-    assert place.compilations() == 2
-
-
 def test_a_process_that_compiles_imports_no_torch(place: Place) -> None:
     """It would take as long as a small kernel."""
     workers.call_each(fill_without_torch, [TinySpec(32)], 1, lambda spec: None)
     assert place.compilations() == 1
-
-
-def test_precompile_passes_on_why_a_spec_cannot_be_built(place: Place) -> None:
-    with pytest.raises(ValueError, match="width is 33, not a multiple of 32"):
-        compile.precompile([TinySpec(33)], processes=1)
 
 
 # --- locks

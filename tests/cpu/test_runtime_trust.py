@@ -367,13 +367,6 @@ def test_other_entries_are_kept_beside_one_that_is_refused(place: Place, sound: 
     assert place.compilations() == 1
 
 
-def test_kernel_that_is_compiled_in_memory_is_a_kernel(place: Place, sound: bytes) -> None:
-    plant(place.directory, sound).chmod(0o666)
-    with pytest.warns(RuntimeWarning, match="may be written"):
-        assert callable(compile.get_kernel(SPEC))
-    assert place.compilations() == 1
-
-
 def test_lock_keeps_what_it_holds(place: Place) -> None:
     place.directory.mkdir(mode=0o700)
     lock = place.directory / f"{entry_name(SPEC)}.lock"

@@ -20,14 +20,7 @@ from tests.kit.compare import (
     relative_error,
     ulp,
 )
-from tests.kit.mla_cases import (
-    SCALE_KINDS,
-    PoisonedOutput,
-    dense_case,
-    generator,
-    latent_tokens,
-    sparse_case,
-)
+from tests.kit.mla_cases import SCALE_KINDS, PoisonedOutput, dense_case, generator, latent_tokens, sparse_case
 
 # --- compare
 

@@ -21,6 +21,7 @@ from cute_kernels.merge.spec import MergeSpec
 from cute_kernels.mla.plan import plan_decode
 from cute_kernels.sink.spec import SinkForwardSpec, SinkWorkListSpec
 from tests.kit.gqa_cases import gqa_case
+from tests.kit.graphs import capture
 from tests.kit.mla_cases import DecodeCase, dense_case, generator, ragged_lengths, sparse_case
 
 DEVICE = "cuda"
@@ -256,10 +257,7 @@ def test_compiled_and_in_a_graph(name):
         return op(**arguments, num_splits=4, return_lse=True)
 
     require_rows(torch.compile(decode, backend="aot_eager", fullgraph=True)(), (out, lse), rows, "a compiled call")
-    decode()  # prepares the launch
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = decode()
+    graph, captured = capture(decode)
     for t in captured:
         t.fill_(torch.nan)
     graph.replay()

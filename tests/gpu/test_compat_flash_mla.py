@@ -10,7 +10,7 @@ from cute_kernels.compat.flash_mla import flash_mla_with_kvcache
 from tests.kit import empty_rows
 from tests.kit.bits import require_same_bits
 from tests.kit.empty_rows import CALLS, flash_mla_call, require_inf_of_empty_rows
-from tests.kit.graphs import launches
+from tests.kit.graphs import capture, launches
 
 
 def kernel_specs() -> list[Any]:
@@ -50,10 +50,7 @@ def test_torch_launches_nothing_around_the_kernel(name):
 def test_a_graph_follows_lengths_from_empty_to_full_and_back():
     case: Any = CALLS["sparse, shares"].case("cuda")
     call = flash_mla_call(case)
-    flash_mla_with_kvcache(**call)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = flash_mla_with_kvcache(**call)
+    graph, (out, lse) = capture(lambda: flash_mla_with_kvcache(**call))
     lengths = case.topk_length.clone()
     for length in (torch.zeros_like(lengths), lengths, torch.zeros_like(lengths)):
         case.topk_length.copy_(length)

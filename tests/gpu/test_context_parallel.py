@@ -1,6 +1,6 @@
 """Context parallelism on one GPU: ranks that take turns, and a group of one over NCCL; on several GPUs, NCCL itself."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from tests.kit import context_turns, context_workers, processes
 from tests.kit.compare import check_decode
 from tests.kit.context_workers import CASES, WORLD, Case
 from tests.kit.gqa_cases import check_gqa, gqa_case
+from tests.kit.graphs import capture
 from tests.kit.mla_cases import dense_case, sparse_case
 
 
@@ -63,16 +64,6 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """A graph of a call that has run once."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
-
-
 @pytest.mark.parametrize("heads", ["gather", "scatter"])
 @pytest.mark.parametrize("s_q", [1, 3])
 def test_dense_mla_in_a_graph(heads: str, s_q: int, alone: None) -> None:
@@ -86,7 +77,7 @@ def test_dense_mla_in_a_graph(heads: str, s_q: int, alone: None) -> None:
             mla_fp8_decode, None, **case.arguments(), heads=heads, out=out.tensor, lse=lse.tensor, return_lse=True
         )
 
-    graph = captured(call)
+    graph, _ = capture(call)
     lengths = case.cache_seqlens.clone()
     for change in (0, 1, 2):
         case.cache_seqlens.copy_((lengths - change).clamp(min=0))
@@ -114,7 +105,7 @@ def test_sparse_mla_in_a_graph(alone: None) -> None:
         given = {**case.arguments(), "indices": own, "topk_length": counts, "out": out.tensor, "lse": lse.tensor}
         context_parallel_decode(mla_fp8_decode, None, **given)
 
-    graph = captured(call)
+    graph, _ = capture(call)
     for _ in range(2):
         out.poison()
         lse.poison()
@@ -134,7 +125,7 @@ def test_gqa_in_a_graph(alone: None) -> None:
     def call() -> None:
         results[:] = context_parallel_decode(gqa_decode, None, **case.arguments(), return_lse=True)
 
-    graph = captured(call)
+    graph, _ = capture(call)
     for _ in range(2):
         for tensor in results:
             tensor.fill_(float("nan"))
@@ -176,7 +167,7 @@ def test_shards_are_captured(interleave: int) -> None:
     def call() -> None:
         results[:] = all_shards(device)
 
-    graph = captured(call)
+    graph, _ = capture(call)
     for _ in range(3):
         graph.replay()
         for got, expected in zip(results, all_shards(host), strict=True):

@@ -21,6 +21,7 @@ from fp8_mla import QK_DIM, TOKEN_BYTES
 from tests.gpu.alone import alone
 from tests.kit.bits import require_same_bits
 from tests.kit.gqa_cases import GqaExpectation, check_gqa, gqa_case
+from tests.kit.graphs import capture
 from tests.kit.mla_cases import DecodeCase, generator, latent_tokens
 from tests.kit.sink_cases import SinkCase, SinkExpectation, sink_case
 
@@ -88,11 +89,7 @@ def test_mla_lengths_that_change_between_replays():
     def call() -> None:
         mla_fp8_decode(case.q, case.kv_cache, **case.options(), out=out.tensor, lse=lse.tensor)
 
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    graph, _ = capture(call)
     for shift in range(3):
         lengths = int32(LENGTHS).roll(shift)
         case.cache_seqlens.copy_(lengths)
@@ -304,11 +301,7 @@ def test_borders_that_a_replay_finds(d, window, deterministic):
     case = packed(d, window)
     right = [ends_of(0), ends_of(1)]
     with torch.no_grad():
-        call_operators(case, deterministic)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = call_operators(case, deterministic)
+        graph, results = capture(lambda: call_operators(case, deterministic))
         for change in SAME.values():
             wrong = [change(ends, total) for ends, total in zip(right, TOTAL, strict=True)]
             replays = []

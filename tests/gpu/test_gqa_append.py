@@ -12,6 +12,7 @@ from cute_kernels.gqa.append_spec import KvAppendSpec
 from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes, scale_shapes
 from cute_kernels.gqa.reference import reference_append
 from tests.kit.gqa_cases import SCALE_NAMES as KINDS
+from tests.kit.graphs import capture
 from tests.kit.mla_cases import covering_cases, generator
 
 GIVEN = ("per_tensor", "per_head")
@@ -347,10 +348,7 @@ def test_captures_into_a_graph() -> None:
     target = Target.make("paged_NHD", CacheSizes(8, 16, 8, 128), ("per_token_head", "per_tensor"), torch.float32)
     k, v = (torch.zeros((64, 8, 128), dtype=torch.bfloat16, device="cuda") for _ in range(2))
     slots = torch.full((64,), -1, dtype=torch.int64, device="cuda")
-    target.append(k, v, slots)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        target.append(k, v, slots)
+    graph, _ = capture(lambda: target.append(k, v, slots))
     for seed in (1, 2):
         new, where = random_tokens(64, 8, 128, torch.bfloat16, seed), slots_for(64, 128, seed)
         expected = target.expect(*new, where)

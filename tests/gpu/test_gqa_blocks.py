@@ -16,6 +16,7 @@ from tests.gpu.test_gqa_decode import decode, hold
 from tests.kit.bits import require_same_bits_each_time
 from tests.kit.block_lists import INT32_MAX, INT32_MIN, listed_case, table_of_lists
 from tests.kit.gqa_cases import GqaCase
+from tests.kit.graphs import capture
 from tests.kit.mla_cases import generator, ragged_lengths, strided
 
 pytestmark = pytest.mark.usefixtures("free_memory")
@@ -141,11 +142,7 @@ def test_lists_lengths_and_tables_change_between_replays() -> None:
     for name in ("M3", "M3, int8", "shared lists"):
         case = listed(**CACHES[name], s_q=2, seqlens=[300, 700, 64], seed=1)
         assert case.indices is not None and case.cache_seqlens is not None and case.block_table is not None
-        decode(case)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out, lse = decode(case, return_lse=True)
+        graph, (out, lse) = capture(lambda case=case: decode(case, return_lse=True))
         moved = dataclasses.replace(
             case, indices=case.indices.flip(0).contiguous(), cache_seqlens=case.cache_seqlens.flip(0),
             block_table=case.block_table.flip(0).contiguous(),

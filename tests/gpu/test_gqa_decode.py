@@ -23,6 +23,7 @@ from cute_kernels.gqa.spec import GqaDecodeSpec
 from tests.kit.bits import require_same_bits_each_time
 from tests.kit.compare import relative_error
 from tests.kit.gqa_cases import SCALE_NAMES, VALUES, GqaCase, GqaExpectation, gqa_case
+from tests.kit.graphs import capture
 from tests.kit.mla_cases import generator, ragged_lengths
 
 pytestmark = pytest.mark.usefixtures("free_memory")
@@ -174,11 +175,7 @@ def test_starts_of_zero_change_no_bit():
 def test_starts_change_between_replays():
     case = usual(seqlens=[700, 130, 65], starts=[0, 0, 0])
     moved = torch.tensor([600, 129, 0], device="cuda").int()
-    decode(case)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = decode(case)
+    graph, out = capture(lambda: decode(case))
     expected = decode(dataclasses.replace(case, cache_starts=moved))
     case.cache_starts.copy_(moved)
     graph.replay()
@@ -362,11 +359,7 @@ def test_graph_whose_lengths_change_between_replays(layout, num_splits):
     def call() -> None:
         decode(static, num_splits=num_splits, out=out.tensor, lse=lse.tensor)
 
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    graph, _ = capture(call)
     for case in [*cases, cases[1]]:
         for name, tensor in fitting(case, most).arguments().items():
             if isinstance(tensor, torch.Tensor):

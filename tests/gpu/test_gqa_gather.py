@@ -7,6 +7,7 @@ from cute_kernels.gqa.codes import ROTATED_KINDS
 from cute_kernels.gqa.gather_op import gather_pages
 from cute_kernels.gqa.layouts import HEAD_DIMS, ROTATED_DIMS
 from tests.kit.gather_pages import KINDS, gather_cache
+from tests.kit.graphs import capture
 
 ODD_PAGES = [4, 0, 3, 3, 7, -2, 1]  # two of them are no page's
 
@@ -27,11 +28,7 @@ def test_copies_are_those_of_a_cpu(kind: str, layout: str, d: int, dtype: torch.
 def test_copies_in_a_graph() -> None:
     cache = gather_cache("int8", "interleaved", 128)
     on_gpu, pages = cache.to("cuda"), torch.tensor([0, 1], dtype=torch.int32, device="cuda")
-    gather_pages(*on_gpu, pages, torch.bfloat16)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        k, v = gather_pages(*on_gpu, pages, torch.bfloat16)
+    graph, (k, v) = capture(lambda: gather_pages(*on_gpu, pages, torch.bfloat16))
     pages.copy_(torch.tensor([3, 2], dtype=torch.int32, device="cpu"))
     graph.replay()
     exact = gather_pages(*cache, torch.tensor([3, 2], dtype=torch.int32, device="cpu"), torch.bfloat16)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels import gqa_decode
 from cute_kernels.gqa.launch import decode_spec
 from cute_kernels.gqa.request import DECODE
 from cute_kernels.gqa.spec import GqaDecodeSpec
 from tests.gpu.test_gqa_decode import decode, hold, usual
 from tests.kit.bits import require_same_bits_each_time
 from tests.kit.gqa_cases import FOUR_BITS, VALUES, GqaExpectation
+from tests.kit.graphs import capture
 from tests.kit.mla_cases import ragged_lengths
 
 INF = math.inf
@@ -129,11 +129,7 @@ def test_keys_that_do_not_exist(of_kind):
 
 def test_a_graph_whose_lengths_change(of_kind):
     case = of_kind(seqlens=[2000] * 4, layout="BNSH", padded=False)
-    gqa_decode(**case.arguments())
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = decode(case, return_lse=True)
+    graph, (out, lse) = capture(lambda: decode(case, return_lse=True))
     case.cache_seqlens.copy_(torch.tensor([1, 0, 700, 2000]))
     graph.replay()
     GqaExpectation.of(case).check(out, lse).require()

@@ -5,6 +5,7 @@ import torch
 
 from cute_kernels import index_append
 from fp8_mla import INDEX_KEY, pack_index_keys, read_pages
+from tests.kit.graphs import capture
 from tests.kit.index_cases import index_cache, index_keys
 
 PAGES = 9
@@ -48,11 +49,7 @@ def test_strided_keys_and_slots_that_are_not_there() -> None:
 def test_many_tokens_in_a_graph() -> None:
     k, slots = index_keys(20_000, torch.bfloat16).cuda(), torch.randperm(30_000).cuda()[:20_000]
     cache = torch.zeros(30_000 // 16 + 1, 16, 132, dtype=torch.uint8, device="cuda")
-    index_append(k, cache, slots)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        index_append(k, cache, slots)
+    graph, _ = capture(lambda: index_append(k, cache, slots))
     k.mul_(-3)
     cache.zero_()
     graph.replay()

@@ -14,6 +14,7 @@ from cute_kernels.indexer.score_spec import shipped_specs
 from cute_kernels.runtime import memory
 from fp8_mla import INDEX_KEY, pack, reference_index_logits, row_views, slots_from_block_table
 from tests.kit import index_ranks, processes
+from tests.kit.graphs import capture
 from tests.kit.index_cases import index_call, on_gpu
 
 LENGTHS = [700, 0, 65, 64, 63, 1, 2100, 15]
@@ -278,11 +279,7 @@ def test_append_index_and_lengths_in_one_graph() -> None:
         index_append(k, call["k_cache"], slots, scale="ue8m0")
         index_decode(**call, topk=512, out=out)
 
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = capture(step)
     for lengths in ([3000, 511], [1, 2999], [0, 600]):
         call["cache_seqlens"].copy_(torch.tensor(lengths))
         k.normal_()

@@ -11,6 +11,7 @@ from cute_kernels.indexer import topk_op
 from cute_kernels.indexer.reference import index_topk_reference
 from cute_kernels.indexer.topk_spec import CLUSTERS, LONG_QUADS, PORTABLE, SHORT_QUADS, TopkSpec, quads_for
 from cute_kernels.runtime import memory
+from tests.kit.graphs import capture
 from tests.kit.index_cases import FAMILIES, lengths_around, logits_of, table_of
 
 SHAPES = [(1, 0), *((c, min(c, 2)) for c in CLUSTERS)]
@@ -162,11 +163,7 @@ def test_graph_replays_with_other_lengths_and_logits() -> None:
     logits, lengths = logits_of("normal", 4, 33_000).cuda(), numbers([33_000] * 4)
     table, out = table_of(2, 33_000, 64).cuda(), poisoned(4, 2048)
     options: dict[str, Any] = {"block_table": table, "page_size": 64}
-    index_topk(logits, lengths, 2048, **options, out=out)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        index_topk(logits, lengths, 2048, **options, out=out)
+    graph, _ = capture(lambda: index_topk(logits, lengths, 2048, **options, out=out))
     for seed, drawn in enumerate([[33_000, 2049, 2048, 0], [5, 20_000, 33_000, 40_000], [0, 0, 0, 0]]):
         logits.copy_(logits_of("integers", 4, 33_000, seed))
         lengths.copy_(torch.tensor(drawn))

@@ -15,6 +15,7 @@ from tests.kit.append_pages import (
     slots_for,
     special_rows,
 )
+from tests.kit.graphs import capture
 from tests.kit.mla_cases import generator, strided
 
 PAGE_SIZES = (1, 2, 3, 61, 64, 576)
@@ -132,10 +133,7 @@ def test_captures_into_a_graph(cache_format, cache_layout):
     pages = AppendPages.random(cache_format, cache_layout, (4, 64))
     kv = new_tokens(64, 0, cache_format).cuda()
     slots = torch.full((64,), -1, dtype=torch.int64, device="cuda")
-    mla_fp8_append(kv, pages.view, slots, **names(pages))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        mla_fp8_append(kv, pages.view, slots, **names(pages))
+    graph, _ = capture(lambda: mla_fp8_append(kv, pages.view, slots, **names(pages)))
     for seed in (1, 2):
         new, where = new_tokens(64, seed, cache_format), slots_for(64, pages.num_slots, seed)
         expected = pages.expected(new, where)

@@ -18,6 +18,7 @@ from fp8_mla import QK_DIM, TOKEN_BYTES, pack
 from tests.kit.bits import require_same_bits
 from tests.kit.compare import check_decode
 from tests.kit.gqa_cases import GqaCase, check_gqa, gqa_case
+from tests.kit.graphs import capture
 from tests.kit.kernel_place import printed
 from tests.kit.mla_cases import DecodeCase, dense_case, generator, sparse_case
 
@@ -60,10 +61,7 @@ def test_graph_replays_with_other_sequences(num_splits):
     def decode() -> None:
         decode_case(case, num_splits=num_splits, out=out.tensor, lse=lse.tensor)
 
-    decode()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        decode()
+    graph, _ = capture(decode)
     original = case.cache_seqlens.clone()
     for step, lengths in enumerate(([700, 3, 64, 300], [0, 0, 0, 0], [1, 2, 63, 299], [650, 0, 1, 128])):
         case.cache_seqlens.copy_(torch.minimum(torch.tensor(lengths, device="cuda").int(), original))
@@ -81,10 +79,7 @@ def test_graph_replays_with_other_indices():
     def decode() -> None:
         decode_case(first, out=out.tensor, lse=lse.tensor)
 
-    decode()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        decode()
+    graph, _ = capture(decode)
     for seed in (1, 2, 3):
         other = sparse_case(batch=4, h_q=128, s_q=2, topk=300, lengths="query", padded=False, seed=seed, device="cuda")
         for name in ("q", "kv_cache", "indices", "topk_length"):
@@ -108,11 +103,7 @@ def test_gqa_graph_replays_append_and_decode(layout):
         kv_int8_append(fresh[0], fresh[1], *stores, slots, layout=layout)
         decode_gqa(case, out=out.tensor, lse=lse.tensor)
 
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = capture(step)
     rows, capacity = torch.arange(4, device="cuda"), case.k_cache.shape[2]
     for seed, lengths in enumerate(([700, 3, 64, 300], [1, 2, 63, 299], [650, 1, 1, 129])):
         fresh.copy_(torch.randn(fresh.shape, generator=generator(seed, "cuda"), device="cuda"))

@@ -1,7 +1,7 @@
 """SGLang's plugin on a GPU, by stand-ins of its objects: as on a CPU, and in CUDA graphs whose contents change."""
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +9,7 @@ import torch
 
 from cute_kernels import mla_fp8_decode
 from cute_kernels.integrations import sglang as plugin
+from tests.kit.graphs import capture
 from tests.kit.sglang_index_call import Call
 from tests.kit.sglang_stand_ins import Case, installed, sparse_backend, sparse_call
 
@@ -21,21 +22,11 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
         yield modules
 
 
-def captured(call: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """A graph of a call, after one eager call, and its result."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-    return graph, out
-
-
 @pytest.mark.parametrize("heads", [8, 16, 128])
 @pytest.mark.parametrize("tokens", [1, 5, 200])
 def test_sparse_mla_in_a_graph_follows_its_page_table(tokens: int, heads: int) -> None:
     call, backend = sparse_call(tokens, heads, DEVICE), sparse_backend()
-    graph, out = captured(lambda: plugin.sparse_mla(None, backend, **call))
+    graph, out = capture(lambda: plugin.sparse_mla(None, backend, **call))
     call["page_table_1"].copy_(call["page_table_1"].flip(0).roll(1, 1))
     graph.replay()
     cache = call["kv_cache"].view(torch.uint8).view(2, 64, 656)
@@ -52,7 +43,7 @@ def test_a_decode_in_a_graph_follows_lengths_and_pages(d: int, fp8: bool, sglang
     case = Case(sglang, d, fp8, DEVICE)
     sinks = torch.arange(8, dtype=torch.float32, device=DEVICE).bfloat16() / 4
     case.layer.sliding_window_size = 39
-    graph, out = captured(lambda: case.decode(sinks=sinks, save_kv_cache=False))
+    graph, out = capture(lambda: case.decode(sinks=sinks, save_kv_cache=False))
     case.lengths.copy_(torch.tensor([48, 17], dtype=torch.int32))
     case.table.copy_(case.table.flip(0))
     graph.replay()
@@ -61,7 +52,7 @@ def test_a_decode_in_a_graph_follows_lengths_and_pages(d: int, fp8: bool, sglang
 
 def test_new_tokens_are_stored_in_a_graph(sglang: types.SimpleNamespace) -> None:
     case = Case(sglang, device=DEVICE)
-    graph, out = captured(case.decode)
+    graph, out = capture(case.decode)
     case.k.copy_(case.k.flip(0))
     case.v.neg_()
     graph.replay()
@@ -73,7 +64,7 @@ def test_new_tokens_are_stored_in_a_graph(sglang: types.SimpleNamespace) -> None
 def test_the_indexer_chooses_in_a_graph(counts: list[int]) -> None:
     """Captured at full length, replayed at others: the same slots as the definition's on a CPU."""
     call = Call(counts, padding=2, device=DEVICE)
-    graph, found = captured(call.run)
+    graph, found = capture(call.run)
     for less in (0, 1, 60, 400):
         call.lengths.sub_(less)
         graph.replay()

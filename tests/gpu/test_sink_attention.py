@@ -23,6 +23,7 @@ from cute_kernels.sink.reference import reference_sink_attention, reference_sink
 from tests.gpu.alone import alone
 from tests.kit import gpt_oss
 from tests.kit.bits import require_same_bits
+from tests.kit.graphs import capture
 from tests.kit.mla_cases import covering_cases, generator, strided
 from tests.kit.sink_cases import SINKS, SinkCase, SinkExpectation, sink_case
 
@@ -423,9 +424,7 @@ def test_graph_of_the_public_call_and_of_autograd(options):
     case = sink_case(**options, padded=False)
     with torch.no_grad():
         expected = sink_attention(**case.arguments())
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = sink_attention(**case.arguments())
+        graph, out = capture(lambda: sink_attention(**case.arguments()))
         graph.replay()
     assert torch.equal(out, expected)
     side = torch.cuda.Stream()
@@ -586,10 +585,7 @@ def test_rows_past_the_last_sequence_are_padding(d, known, graph):
     poison_free_memory()
     out, lse = sink_attention(**call)
     if graph:
-        torch.cuda.synchronize()
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            out, lse = sink_attention(**call)
+        captured, (out, lse) = capture(lambda: sink_attention(**call))
         out.fill_(torch.nan)
         lse.fill_(torch.nan)
         captured.replay()

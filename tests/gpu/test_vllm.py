@@ -17,6 +17,7 @@ from cute_kernels.runtime.compile import precompile
 from cute_kernels.warm import MlaShape
 from cute_kernels.warm import kernel_specs as specs_of
 from tests.kit.compare import relative_error
+from tests.kit.graphs import capture
 from tests.kit.vllm_batches import HEADS, KV_HEADS, LIMITS, Batch, draw_batch, empty_cache
 
 DEVICE = "cuda"
@@ -207,11 +208,7 @@ def test_a_graph_of_a_layer_serves_other_batches(kv_cache_dtype: str, drafts: in
         impl.do_kv_cache_update(layer, key, value, kv_cache, slots)
         impl.forward(layer, query, key, value, kv_cache, metadata, out)
 
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = capture(step)
     for seed, real in ((1, 4), (2, 2)):
         batch = draw_batch([60, 33, 9, 50][:real], [count] * real, 16, seed).to(DEVICE)
         new = torch.isin(batch.all_slots, batch.slots)
@@ -249,10 +246,7 @@ def test_sparse_mla_beside_flashmla(heads: int, fakes: Any) -> None:
     torch.testing.assert_close(out.double(), expected[:, 0].double(), rtol=2**-7, atol=2**-7)
     if lse is not None:
         torch.testing.assert_close(lse.double(), expected_lse[:, 0].double(), rtol=1e-3, atol=1e-3)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replayed, _ = ours.forward()
+    graph, (replayed, _) = capture(ours.forward)
     graph.replay()
     assert torch.equal(replayed, out)
     other, _ = theirs.forward()

@@ -28,3 +28,13 @@ def launches(call: Callable[[], Any]) -> int:
     found = nodes(graph)
     assert set(found) <= {runtime.cudaGraphNodeType.cudaGraphNodeTypeKernel}, found
     return len(found)
+
+
+def capture(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of a call that has run once, and what the call returned under capture."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+    return graph, results

@@ -323,7 +323,7 @@ def cute_mla_mask(**given: Any) -> torch.Tensor:
 def pass_latents(modeling: types.ModuleType) -> None:
     """Lets `expand_kv` of a model's attention return what it gets where "cute_mla" is on.
 
-    transformers 5.17 caches what it returns; 5.23 and 5.24 cache latents, and calls it with what the cache returned.
+    transformers 5.17 caches what it returns; 5.23 and 5.24 cache latents, and call it with what the cache returned.
     """
     attention: Any = next((getattr(modeling, name) for name in ATTENTIONS.values() if hasattr(modeling, name)), None)
     original = getattr(attention, "expand_kv", None)

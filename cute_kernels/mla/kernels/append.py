@@ -45,7 +45,6 @@ class MlaAppendKernel:
         self.code_bytes = VALUES_PER_LANE * self.format.codes.bits // 8  # of a lane
         self.scale_type = Float32 if self.format.scales.itemsize == 4 else Uint8  # bytes, whatever they mean
         self.rope_offset = self.format.rope.offset if self.format.rope else None
-        self.has_one_row = len(self.format.row_bytes) == 1
         self.tail_lanes = (self.format.d_qk - LATENT) // 8  # that have elements after the first 512
 
     @cute.jit
@@ -129,7 +128,7 @@ class MlaAppendKernel:
                 finder = t * max(self.tail_lanes, 1)  # the first lane that has found the rows
                 if const_expr(count > 1):
                     data_row = self._shuffle64(data, finder)
-                if const_expr(self.has_one_row):
+                if const_expr(self.tail_lanes > 0):  # a format of one row; another shuffle takes too many registers
                     scale_row = data_row + self.format.scales.offset
                 elif const_expr(count > 1):
                     scale_row = self._shuffle64(scales, finder)

@@ -263,9 +263,13 @@ def serve(options: dict[str, Any], messages: Messages) -> None:
 
 def _started(options: dict[str, Any], messages: Messages) -> Any:
     """An engine with our plugin or without it, which is sent as "engine"."""
-    begin, said, heard = time.monotonic(), list[str](), logging.Handler()
-    heard.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("vllm.cute_kernels").addHandler(heard)
+    begin, said = time.monotonic(), list[str]()
+
+    def hear(record: logging.LogRecord) -> bool:
+        said.append(record.getMessage())
+        return True
+
+    logging.getLogger("vllm.cute_kernels").addFilter(hear)  # a handler is lost: vLLM 0.33 configures its loggers again
     vllm_engine.prepare(options["plugin"], options.get("untested", False))
     llm = vllm_engine.engine(options["engine"])
     messages.send("engine", {**vllm_engine.about(llm), "start_s": time.monotonic() - begin, "said": said})

@@ -75,6 +75,8 @@ SLOTS = 7
 WARM_SECONDS = 60.0  # 10 to 20 s on 16 cores; what is missing then is compiled by the engines
 SMS = 132  # of an H100 SXM or an H200: another card compiles what it needs when it needs it
 NEVER = 1e9  # seconds
+RUNS = "runs on mla_fp8_decode"
+"""What the plugin logs where its kernels attend."""
 
 
 def graphs(sizes: list[int], custom_ops: str) -> dict[str, Any]:
@@ -390,6 +392,8 @@ def failures(found: dict[str, Any]) -> list[str]:
                 wrong.append(f"{part}, {name}: {len(place.get('cases', ()))} cases, not done")
             elif part == "tokens" and place.get("wrong_requests") != [0, 0, 0]:
                 wrong.append(f"{part}, {name}: wrong requests {place.get('wrong_requests', 'unknown')}")
+            elif part == "mla-tokens" and not is_ours(name, place):
+                wrong.append(f"{part}, {name}: ran without our kernels")
     for part in LAYERS_ALONE:
         place = found.get(part, {})
         wrong += [f"{part}: {place['failed'][-300:]}"] if "failed" in place else []
@@ -397,6 +401,15 @@ def failures(found: dict[str, Any]) -> list[str]:
         if not isinstance(case["ours_us"], float) or case.get("difference", 0) >= 0.01:
             wrong.append(f"sparse: {in_words(case)}")
     return wrong
+
+
+def is_ours(name: str, engine: dict[str, Any]) -> bool:
+    """Whether an engine that is to run our kernels has said so, and was heard where it calls them.
+
+    One of DeepSeek-V4 says so in its first step, after it was asked.
+    """
+    silent = "-ours-" in name and vllm_mla.V4 not in name and not any(RUNS in line for line in engine.get("said", ()))
+    return not silent and engine.get("shadow", {}).get("calls") != 0
 
 
 # ---- the command

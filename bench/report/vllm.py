@@ -132,18 +132,19 @@ COUNTS = ("tokens", "differ", "otherwise", "wrong")
 
 
 def mla(all_found: Sequence[Found]) -> list[str]:
-    """What the page for users has of sparse MLA: a row for each card, model and whose runs ours were compared with."""
-    sums: dict[tuple[str, str, str], dict[str, int]] = {}
+    """What the page for users has of sparse MLA: a row for each vLLM, card, model and whose runs ours are beside."""
+    sums: dict[tuple[str, str, str, str], dict[str, int]] = {}
     for found in all_found:
         for model, said in found.get("mla-tokens", {}).get("models", {}).items():
             for case in said["cases"]:
                 other = case["b"].split("-")[0]
                 if case["a"].startswith("ours") and other != "ours":
-                    key = card_slug(found["card"]).upper(), model, other
+                    version = ".".join(found["versions"]["vllm"].split(".")[:2])
+                    key = version, card_slug(found["card"]).upper(), model, other
                     row = sums.setdefault(key, dict.fromkeys(COUNTS, 0))
                     for name in COUNTS:
                         row[name] += case.get(name, 0)
-    header = ("card", "model", "compared with", "tokens", "others", "of other keys", "wrong")
+    header = ("vLLM", "card", "model", "compared with", "tokens", "others", "of other keys", "wrong")
     return table(header, [[*key, *map(plain, row.values())] for key, row in sums.items()]) if sums else []
 
 

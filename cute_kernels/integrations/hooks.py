@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 _NUMBER = re.compile(r"\d+")
+_REPLACED = "replaced_by_cute_kernels"
+"""Attribute of what `replace` has put somewhere. `__wrapped__` does not tell: a stack's own decorators set it too."""
 
 
 def or_original(
@@ -46,13 +48,14 @@ def replace(
     original = getattr(owner, name, None)
     if original is None:
         missing()
-    elif not hasattr(original, "__wrapped__"):
+    elif not hasattr(original, _REPLACED):
         ours = make(original)
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:  # a function, so that a class binds it to its objects
             return ours(*args, **kwargs)
 
+        setattr(call, _REPLACED, True)
         setattr(owner, name, call)
 
 

@@ -180,7 +180,7 @@ def test_runs_of_a_model_are_compared_as_they_come(tmp_path: Path, monkeypatch: 
         other = chosen.copy()
         other[0, 2] = said
         job, data = jobs[f"v32-16-{name}"], {"requests": [3], "chosen": other, "logp": logp}
-        report.receive(job, "engine", {"runner": 1, "start_s": 20.0})
+        report.receive(job, "engine", {"runner": 1, "start_s": 20.0, "said": [vllm_check.RUNS]})
         report.receive(job, "round", {"way": name, "name": "one", "cached": 64, "turns": 1, **data})
         report.receive(job, "done", None)
     report.receive(jobs["steps-ours-128"], "case", {"family": "normal", "context": 8192, "batch": 1, "ms": 1.0})
@@ -194,8 +194,27 @@ def test_runs_of_a_model_are_compared_as_they_come(tmp_path: Path, monkeypatch: 
         1.5,
     )
     assert found["mla-tokens"]["engines"]["v32-16-ours-eager"] == {
-        "runner": 1, "start_s": 20.0, "cached": {"one": 64}, "turns": {"one": 1}, "done": True,
+        "runner": 1, "start_s": 20.0, "said": [vllm_check.RUNS], "cached": {"one": 64}, "turns": {"one": 1},
+        "done": True,
     }  # fmt: skip
     assert found["mla-steps"]["backends"]["ours-128"]["cases"][0]["ms"] == 1.0
     wrong = report.end({})
     assert [line.split(":")[0] for line in wrong] == ["mla-tokens, v32-16", "mla-steps, ours-128"]
+
+
+def test_an_engine_that_has_not_run_our_kernels_is_wrong(tmp_path: Path) -> None:
+    """VLLM falls back in silence where a hook no longer finds what it replaces."""
+    options = vllm_check.parser().parse_args(["--parts", "mla-tokens"])
+    report = vllm_check.Report(tmp_path / "found.json", options)
+    jobs = {job.name: job for job in vllm_check.jobs(options, tmp_path)}
+    active = [f"sparse MLA of 16 heads {vllm_check.RUNS}"]
+    told: dict[str, dict[str, Any]] = {
+        "ours-eager": {"said": active}, "ours-graphs": {"said": []}, "stock-eager": {"said": []},
+        "ours-index": {"said": active, "shadow": {"calls": 0}},
+    }  # fmt: skip
+    for name, engine in told.items():
+        report.receive(jobs[f"v32-16-{name}"], "engine", engine)
+        report.receive(jobs[f"v32-16-{name}"], "done", None)
+    assert report.end({}) == [
+        f"mla-tokens, v32-16-{name}: ran without our kernels" for name in ("ours-graphs", "ours-index")
+    ]

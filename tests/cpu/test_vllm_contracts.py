@@ -695,6 +695,20 @@ def test_the_class_of_hy_v4_is_where_it_was(monkeypatch: pytest.MonkeyPatch) -> 
     assert moved([(layer, "_sinks_for_query", "self q head_dim kernel_heads ...")]) == []
 
 
+def test_the_sparse_indexer_asks_what_we_replace(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cute_kernels.integrations.vllm import indexer
+
+    ((name, change),) = indexer.CHANGES.items()
+    module = importlib.import_module(name)
+    asks = indexer.GET_TOPK if hasattr(module, indexer.GET_TOPK) else "torch"
+    originals = {key: getattr(module, key) for key in (indexer.LOGITS, asks)}
+    for key, original in originals.items():
+        monkeypatch.setattr(module, key, original)
+    change(module)
+    stays = [key for key, original in originals.items() if getattr(module, key) is original]
+    assert stays == [], f"vLLM {vllm.__version__}"
+
+
 @pytest.mark.parametrize("extra", [True, False], ids=["compressed", "window"])
 @pytest.mark.parametrize("heads", REAL_HEADS)
 @pytest.mark.parametrize("name", V4_MODULES)

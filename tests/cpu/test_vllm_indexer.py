@@ -1,5 +1,6 @@
 """vLLM's sparse indexer with `index_decode` or `index_topk` in it, in modules that ask as vLLM 0.26 and 0.33 do."""
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -59,6 +60,7 @@ def as_0_26() -> types.ModuleType:
 def as_0_33(theirs: list[str]) -> types.ModuleType:
     module = types.ModuleType("sparse_attn_indexer")
 
+    @functools.cache  # as vLLM's, which therefore has a `__wrapped__` already
     def get_indexer_topk(backend: str) -> Callable[..., None]:
         return lambda logits, seq_lens, next_n, topk_indices, topk_tokens, max_seq_len: theirs.append(backend)
 

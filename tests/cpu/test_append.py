@@ -12,7 +12,7 @@ from cute_kernels.runtime.launch import PreparedLaunches, by_name
 from fp8_mla import pack
 from fp8_mla.formats import FORMATS, V3_2, V4
 from tests.kit.bad_input import TABLES
-from tests.kit.prepared import prepare
+from tests.kit.prepared import DeclaredKernel, prepare
 from tests.kit.sass import listings, reports
 
 PAGES, PAGE_SIZE = 5, 7
@@ -84,27 +84,11 @@ KV, CACHE, SLOT = tokens(3), poisoned_cache(PAGES, PAGE_SIZE, 656), torch.tensor
 TABLE = TABLES["mla_fp8_append"]
 
 
-class Kernel:
-    """Stands for a compiled kernel: accepts the arguments of its signature, refuses all others."""
-
-    def __init__(self, device: str = "cpu") -> None:
-        self.device = device
-        self.calls: list[tuple[torch.Tensor, ...]] = []
-
-    def __call__(self, kv: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor, *rows: int) -> None:
-        # as a compiled kernel does: int8 passes for uint8, uint64 for int64
-        pages_fit = pages.dim() == 3 and pages.shape[2] == 656 and pages.dtype in (torch.uint8, torch.int8)
-        slots_fit = slots.shape == kv.shape[:1] and slots.dtype in (torch.int64, torch.uint64)
-        aligned = not (kv.data_ptr() % 16 or pages.data_ptr() % 16 or kv.stride(0) % 8 or pages.stride(1) % 16)
-        here = all(t.device.type == self.device for t in (kv, pages, slots))
-        if not (here and pages_fit and slots_fit and aligned and kv.dtype == torch.bfloat16 and kv.stride(1) == 1):
-            raise ValueError("Mismatched Tensor")
-        self.calls.append((kv, pages, slots))
-
-
-def prepared(monkeypatch: pytest.MonkeyPatch, kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> Kernel:
+def prepared(
+    monkeypatch: pytest.MonkeyPatch, kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+) -> DeclaredKernel:
     """A launch that is prepared for every form of a cache, as earlier calls on a GPU would leave it."""
-    kernel, fp8 = Kernel(), cache.view(torch.float8_e4m3fn)
+    kernel, fp8 = DeclaredKernel(MlaAppendSpec()), cache.view(torch.float8_e4m3fn)
     forms = (cache, cache[:, :, None], fp8, fp8[:, :, None])
     rows = {"data_stride": 656, "scale_offset": 512, "scale_stride": 656}
     launch = by_name(APPEND, kernel, "cute_kernels.mla.kernels.append:MlaAppendKernel", **rows)
@@ -120,7 +104,7 @@ def test_a_prepared_launch_checks_nothing_in_python(shape, dtype, monkeypatch):
     kernel = prepared(monkeypatch, KV, CACHE, SLOT)
     monkeypatch.setattr(append_op, "check_tensor", None)
     mla_fp8_append(KV, CACHE.view(shape).view(dtype), SLOT)
-    ((kv, pages, slots),) = kernel.calls
+    ((kv, pages, slots, *_),) = kernel.calls
     assert kv is KV and slots is SLOT
     assert (pages.shape, pages.dtype, pages.data_ptr()) == (CACHE.shape, torch.uint8, CACHE.data_ptr())
 
@@ -140,7 +124,7 @@ def test_other_shapes_are_not_what_was_prepared(monkeypatch):
 
 
 def test_the_first_launch_prepares_the_others(monkeypatch):
-    kernel, cache = Kernel("meta"), poisoned_cache(PAGES, PAGE_SIZE, 1, 656)
+    kernel, cache = DeclaredKernel(MlaAppendSpec(), device="meta"), poisoned_cache(PAGES, PAGE_SIZE, 1, 656)
     monkeypatch.setattr(append_op, "_prepared", PreparedLaunches())
     monkeypatch.setattr(append_op, "require_sm90", lambda name, device: None)
     monkeypatch.setattr(append_op, "get_kernel", lambda spec: kernel)

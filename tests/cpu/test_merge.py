@@ -15,7 +15,7 @@ from cute_kernels.merge.spec import ITEMSIZE, MergeSpec
 from cute_kernels.runtime.launch import PreparedLaunches, by_name
 from tests.kit.bad_input import ERROR, TABLES
 from tests.kit.merging import merge_problems
-from tests.kit.prepared import prepare
+from tests.kit.prepared import DeclaredKernel, prepare
 from tests.kit.sass import report as report_of
 
 INF, NAN = math.inf, math.nan
@@ -158,33 +158,23 @@ def test_no_rows():
 OUTS, LSES = torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 4)
 
 
-class Kernel:
-    """Stands for a compiled kernel: checks shapes, dtypes and alignments, then merges with torch."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(
-        self, outs: torch.Tensor, lses: torch.Tensor, sink: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
-    ) -> None:
-        shape = outs.shape
-        fits = all(t is None or t.device.type == "cpu" for t in (outs, lses, sink, out, lse))
-        fits = fits and len(shape) == 5 and (lses.shape, out.shape, lse.shape) == (shape[:-1], shape[1:], shape[1:-1])
-        fits = fits and (sink is None or (sink.shape == shape[3:4] and sink.dtype == torch.float32))
-        fits = fits and outs.stride(-1) == out.stride(-1) == 1 and lses.dtype == lse.dtype == torch.float32
-        for t in (outs, out):
-            fits = fits and t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
-        if not fits:
-            raise ValueError("Mismatched Tensor")
-        merged, merged_lse = merge_states_reference(outs, lses, sink)
-        out.copy_(merged)
-        lse.copy_(merged_lse)
-        self.calls += 1
+def merge_by_torch(outs: Any, lses: Any, sink: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """What the kernel does."""
+    merged, merged_lse = merge_states_reference(outs, lses, sink)
+    out.copy_(merged)
+    lse.copy_(merged_lse)
 
 
-def prepared(monkeypatch: pytest.MonkeyPatch, outs: torch.Tensor, out_dtype: torch.dtype = torch.float32) -> Kernel:
+def prepared(
+    monkeypatch: pytest.MonkeyPatch, outs: torch.Tensor, out_dtype: torch.dtype = torch.float32
+) -> DeclaredKernel:
     """A prepared launch for such states, with and without a sink, as an earlier call would leave it."""
-    kernel, shape = Kernel(), outs.shape
+    shape = outs.shape
+    dtypes = {"in_dtype": "float32", "out_dtype": str(out_dtype).removeprefix("torch.")}
+    facts = {"rows": outs[0, ..., 0].numel(), "num_states": len(outs), "d": shape[-1], **dtypes}
+    kernel = DeclaredKernel(
+        *(MergeSpec.for_launch(**facts, has_sink=sink) for sink in (False, True)), run=merge_by_torch
+    )
     out, lse = torch.empty(shape[1:], dtype=out_dtype), torch.empty(shape[1:-1])
     sinks = (None, torch.zeros(shape[-2:-1])) if len(shape) > 2 else (None,)
     launch = merge_op.PreparedLaunch(
@@ -192,7 +182,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch, outs: torch.Tensor, out_dtype: tor
     )
     given = {"outs": outs, "lses": torch.zeros(shape[:-1]), "out": out, "lse": lse}
     prepare(monkeypatch, merge_op, launch, *(MERGE.request(**given, s_aux=sink) for sink in sinks))
-    kernel.calls = 0
+    kernel.calls.clear()
     return kernel
 
 
@@ -206,7 +196,7 @@ def test_a_prepared_launch_checks_nothing_in_python(leading, with_sink, monkeypa
     monkeypatch.setattr(merge_op, "check_tensor", None)
     out, lse = torch.full((*leading, 24), NAN).bfloat16(), torch.full(leading, NAN)
     merge_states(outs, lses, s_aux=sink, out=out, lse=lse)
-    assert torch.equal(out, want) and torch.equal(lse, want_lse) and kernel.calls == 1
+    assert torch.equal(out, want) and torch.equal(lse, want_lse) and len(kernel.calls) == 1
 
 
 @pytest.mark.parametrize("given", ["no outputs", "out", "out and lse"])
@@ -219,7 +209,7 @@ def test_bad_input_of_a_prepared_launch(label, given, monkeypatch):
     call |= changed if isinstance(changed, dict) else {argument: changed}
     with pytest.raises((TypeError, ValueError), match=ERROR.format(argument)):
         merge_states(**call)
-    assert kernel.calls == 0
+    assert kernel.calls == []
 
 
 def launch_on_meta(monkeypatch: pytest.MonkeyPatch, launched: Callable[..., None]) -> None:

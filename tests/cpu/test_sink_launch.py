@@ -1,7 +1,6 @@
 """Arguments that launches of sink attention pass to kernels; stand-ins for kernels run the reference. No GPU."""
 
 import ctypes
-import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +13,10 @@ from cute_kernels.sink import backward_spec, launch, op, plan, spec
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
 from cute_kernels.sink.request import FORWARD, Request
 from tests.kit.mla_cases import strided
+from tests.kit.prepared import declared_by, refusal
 from tests.kit.sink_cases import SinkCase, reference_gradients, sink_case
 
 SMS = 132
-TORCH = {"BFloat16": torch.bfloat16, "Float16": torch.float16, "Float32": torch.float32, "Int32": torch.int32}
 RAGGED = [(1, 1), (130, 300), (0, 5), (64, 0), (3, 200), (70, 60)]
 
 CASES: dict[str, dict[str, Any]] = {
@@ -50,7 +49,7 @@ class Kernels:
         kind = type(wanted).__name__.removeprefix("Sink").removesuffix("Spec")
 
         def call(*arguments: Any) -> None:
-            require_accepted(wanted, arguments)
+            assert refusal(declared_by(wanted), arguments) == ""
             self.launched.append(wanted)
             getattr(self, kind)(wanted, *arguments)
 
@@ -139,30 +138,6 @@ class Kernels:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     return Kernels(monkeypatch)
-
-
-def require_accepted(wanted: Any, arguments: tuple[Any, ...]) -> None:
-    """What a compiled kernel checks: kinds, dtypes, sizes and those that are equal, strides, alignments."""
-    module, _, name = wanted.kernel.partition(":")
-    declared = getattr(importlib.import_module(module), name)(wanted).fake_arguments()[:-1]  # all except the stream
-    assert len(arguments) == len(declared)
-    sizes: dict[int, int] = {}
-    for place, (got, fake) in enumerate(zip(arguments, declared, strict=True)):
-        shape = getattr(fake, "shape", None)
-        if shape is None:
-            number = {"Float32": float, "Int32": int, "Int64": int, "NoneType": type(None)}[type(fake).__name__]
-            assert type(got) is number, f"argument {place}: {got!r}"
-            continue
-        assert isinstance(got, torch.Tensor) and got.dtype is TORCH[fake.element_type.__name__], f"argument {place}"
-        align = min(fake._assumed_align, 64)  # which memory of a CPU has
-        assert got.data_ptr() % align == 0 and got.dim() == len(shape), f"argument {place}"
-        for size, stride, n, step in zip(shape, fake.stride, got.shape, got.stride(), strict=True):
-            known = size if isinstance(size, int) else sizes.setdefault(id(size), n)
-            assert n == known and n > 0, f"argument {place}: {got.shape}"
-            if isinstance(stride, int):
-                assert step == stride, f"argument {place}: {got.stride()}"
-            else:
-                assert step > 0 and step % stride.divisibility == 0, f"argument {place}: {got.stride()}"
 
 
 def request_of(case: SinkCase, deterministic: bool = False) -> Request:

@@ -1,9 +1,11 @@
-"""Launches that are prepared before a test, as if an earlier call on a GPU had done it."""
+"""Launches that are prepared before a test, as if an earlier call on a GPU had done it, and what stands for kernels."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import pytest
+import torch
 
 from cute_kernels.runtime.launch import PreparedLaunches
 
@@ -37,3 +39,60 @@ def prepare(monkeypatch: pytest.MonkeyPatch, module: Any, launch: Any, *requests
 def launch_of(module: Any) -> Callable[[Mapping[str, Any]], Any]:
     """The function of a module that looks up what is prepared."""
     return module.launch if hasattr(module, "launch") else module._launch
+
+
+NUMBERS: Final = {"Float32": float, "Int32": int, "Int64": int, "NoneType": type(None)}
+
+
+def refusal(declared: Sequence[Any], arguments: Sequence[Any]) -> str:
+    """Why a compiled kernel would not take arguments: kinds, dtypes, sizes, also equal ones, strides, addresses.
+
+    Integers of one size pass for each other, as with compiled kernels. Empty if it would take them.
+    """
+    if len(arguments) != len(declared):
+        return f"{len(arguments)} arguments"
+    sizes: dict[int, int] = {}
+    for place, (got, fake) in enumerate(zip(arguments, declared, strict=True)):
+        shape = getattr(fake, "shape", None)
+        if shape is None or not isinstance(got, torch.Tensor):
+            if shape is not None or type(got) is not NUMBERS[type(fake).__name__]:
+                return f"argument {place}: {got!r}"
+            continue
+        wanted = getattr(torch, fake.element_type.__name__.lower())
+        same = got.dtype is wanted or (
+            got.dtype.itemsize == wanted.itemsize and not got.is_floating_point() and not wanted.is_floating_point
+        )
+        align = min(fake._assumed_align, 64)  # which memory of a CPU has
+        if not same or got.data_ptr() % align or got.dim() != len(shape):
+            return f"argument {place}: {got.dtype} {got.dim()}, {got.data_ptr() % align} beyond"
+        for size, stride, n, step in zip(shape, fake.stride, got.shape, got.stride(), strict=True):
+            known = size if isinstance(size, int) else sizes.setdefault(id(size), n)
+            fits = step == stride if isinstance(stride, int) else step > 0 and step % stride.divisibility == 0
+            if n != known or n == 0 or not fits:
+                return f"argument {place}: {tuple(got.shape)} by {got.stride()}"
+    return ""
+
+
+def declared_by(spec: Any) -> tuple[Any, ...]:
+    """What the kernel of a specification is compiled from, all except the stream."""
+    module, _, name = spec.kernel.partition(":")
+    arguments: tuple[Any, ...] = getattr(importlib.import_module(module), name)(spec).fake_arguments()[:-1]
+    return arguments
+
+
+class DeclaredKernel:
+    """Stands for compiled kernels of some specifications: keeps what one of them takes, and refuses all else."""
+
+    def __init__(self, *specs: Any, device: str = "cpu", run: Callable[..., None] | None = None) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self._device, self._run = device, run
+        self._declared = [declared_by(spec) for spec in specs]
+
+    def __call__(self, *arguments: Any) -> None:
+        elsewhere = [t for t in arguments if isinstance(t, torch.Tensor) and t.device.type != self._device]
+        refusals = [refusal(declared, arguments) for declared in self._declared]
+        if elsewhere or all(refusals):
+            raise ValueError(f"Mismatched Tensor: {elsewhere or refusals}")
+        self.calls.append(arguments)
+        if self._run is not None:
+            self._run(*arguments)

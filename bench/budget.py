@@ -15,7 +15,7 @@ from typing import Any, Final
 from bench import gqa, mla, records
 from bench.kernels_run import mark
 from bench.mla import HEADS_OF_CTA, MlaCase
-from bench.records import Record
+from bench.records import Record, find_case
 from bench.report import markdown as report_markdown
 from bench.report.markdown import aligned
 from cute_kernels.budget import model, variants
@@ -194,12 +194,6 @@ def gqa_errors(record: Record) -> Table:
 def measured(case: Mapping[str, Any]) -> float:
     """Microseconds that the budget predicts: of calls back to back."""
     return case.get("us_back_to_back", case["us"])
-
-
-def find_case(record: Record, key: Mapping[str, Any]) -> Record | None:
-    """The case with this key."""
-    wanted = records.identity(key)
-    return next((case for case in record["cases"] if records.identity(case) == wanted), None)
 
 
 def calibrated(record: Record) -> tuple[float, float]:

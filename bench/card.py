@@ -43,17 +43,16 @@ MLA_CASES: Final = (*budget.PREDICTED, *SWEEP)
 GQA_CASES: Final = tuple(case for case in gqa.DECODE_CASES if case.kv_dtype == "int8")
 OTHERS: Final = {"mla": (mla.MlaAppendCase("v3.2"),), "gqa": gqa.APPEND_CASES[:1], "sink": sink.ATTENTION_CASES[:5:4]}
 """Standard cases that the budget has no prediction of."""
-_SINK: Final = {"op": "sink_attention", "h_q": 64, "d": 64, "s_k": 16384}
-STANDARD: Final[Mapping[str, Mapping[str, Any]]] = {
-    "MLA sparse, 128 x 128 x 2, topk 2048": {"op": "mla_fp8_decode", "h_q": 128, "s_q": 2, "topk": 2048},
-    "MLA dense, 64 x 128, 8192 keys": {"op": "mla_fp8_decode", "batch": 64, "h_q": 128, "s_k": 8192},
-    "GQA INT8, 64 x 8192": {"op": "gqa_decode", "kv_dtype": "int8", "batch": 64, "s_k": 8192},
-    "MLA append, 65,536 tokens": {"op": "mla_fp8_append"},
-    "INT8 append, 65,536 tokens": {"op": "kv_int8_append"},
-    "sinks forward, 4 x 16384": {**_SINK, "pass": "forward"},
-    "sinks backward, 4 x 16384": {**_SINK, "pass": "backward"},
+STANDARD: Final[Mapping[str, run.Case]] = {
+    "MLA sparse, 128 x 128 x 2, topk 2048": budget.LONG,
+    "MLA dense, 64 x 128, 8192 keys": mla.MlaCase("dense", 64, 128, 1, 8192),
+    "GQA INT8, 64 x 8192": gqa.GqaDecodeCase(64, 8192),
+    "MLA append, 65,536 tokens": mla.MlaAppendCase("v3.2"),
+    "INT8 append, 65,536 tokens": gqa.APPEND_CASES[0],
+    "sinks forward, 4 x 16384": sink.ATTENTION_CASES[0],
+    "sinks backward, 4 x 16384": sink.ATTENTION_CASES[4],
 }
-"""By name in the summary, what the first case has that stands for its operator."""
+"""By name in the summary, the case that stands for its operator."""
 
 
 # ---- predictions
@@ -94,7 +93,7 @@ def summary(machine: Mapping[str, str], ceilings: Mapping[str, float], found: Se
         f"ceilings: reads {ceilings['read_GBps']:.0f} GB/s, copies {ceilings['copy_GBps']:.0f} GB/s, bf16 products "
         f"{ceilings['bf16_gemm_TFLOPs']:.0f} TFLOP/s",
         clock(found),
-        *(f"{name}: {_line(key, found, ceilings)}" for name, key in STANDARD.items()),
+        *(f"{name}: {_line(records.find_case({'cases': found}, one.key), ceilings)}" for name, one in STANDARD.items()),
     ]
 
 
@@ -115,9 +114,8 @@ def clock(found: Sequence[Record]) -> str:
     )
 
 
-def _line(key: Mapping[str, Any], found: Sequence[Record], ceilings: Mapping[str, float]) -> str:
+def _line(case: Record | None, ceilings: Mapping[str, float]) -> str:
     """Time, fraction, what binds, and the peer."""
-    case = next((case for case in found if key.items() <= case.items()), None)
     if case is None or "us" not in case:
         return "did not run" if case is None else f"FAILED, {str(case.get('failed'))[:90]}"
     under_load = f", {short(case['us_sustained'])} under load" if case.get("us_sustained") else ""

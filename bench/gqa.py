@@ -26,8 +26,8 @@ from cute_kernels.gqa.reference import quantize, quantize_rotated, reference_app
 from cute_kernels.warm.shapes import GqaShape
 from fp8_mla.formats import FP8_MAX
 from tests.kit.compare import relative_error
+from tests.kit.draws import generator, integers, normal, uniform
 from tests.kit.gqa_cases import KV_DTYPES, SCALE_NAMES, GqaCase, check_gqa
-from tests.kit.mla_cases import generator
 from tests.kit.values import FAMILIES, keys, query
 
 FOUR_BITS: Final = "uint8"
@@ -97,11 +97,11 @@ def types_of(kv_dtype: str) -> dict[Which, str]:
 
 def _random_codes(count: int, kv_dtype: str, gen: torch.Generator) -> torch.Tensor:
     if kv_dtype == FOUR_BITS:
-        return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=gen, device=gen.device)
+        return integers(0, 256, (count,), gen, torch.uint8)
     codes = torch.empty(count, dtype=KV_DTYPES[kv_dtype], device=gen.device)
     for start in range(0, count, ELEMENTS_PER_CHUNK):
         part = codes[start : start + ELEMENTS_PER_CHUNK]
-        values = torch.randn(len(part), generator=gen, device=gen.device)
+        values = normal((len(part),), gen)
         part.copy_(values.mul_(CODE_SIZE).round_().clamp_(-127, 127) if kv_dtype == "int8" else values)
     return codes
 
@@ -235,14 +235,14 @@ class GqaDecodeCase(Case):
             caches[name] = pool.codes(which, dtype, shape)
             if self.scales != "none":
                 shape = scale_shapes(LAYOUTS[self.layout], sizes)[SCALE_NAMES[self.scales]]
-                scale = torch.rand(shape, generator=gen, device=gen.device) + 0.5
+                scale = uniform(shape, gen) + 0.5
                 scale = scale / {"int8": CODE_SIZE, FOUR_BITS: UINT4_SIZE}.get(dtype, 1)
                 caches[f"{which}_scale"] = scale.to(self.scale_dtype)
         own = [name for name in caches if name.endswith("cache") or has_token_scales(self.scales)]
         pages = torch.randperm(sizes.outer, generator=gen, device=gen.device).int().view(self.sets, self.batch, -1)
         cases = []
         for number in range(self.sets):
-            q = torch.randn((self.batch, self.s_q, self.h_q, self.d), generator=gen, device=gen.device).bfloat16()
+            q = normal((self.batch, self.s_q, self.h_q, self.d), gen).bfloat16()
             part = slice(number * self.batch, (number + 1) * self.batch)
             given = caches if self.page_size else caches | {name: caches[name][part] for name in own}
             cases.append(self._case(q, given, pages[number] if self.page_size else None))
@@ -371,7 +371,7 @@ class GqaAppendCase(Case):
         """Arguments of one append that fills its cache, by name."""
         sizes, device = self.sizes, gen.device
         shape = (APPEND_TOKENS, APPEND_HEADS, APPEND_DIM)
-        call: dict[str, Any] = {name: torch.randn(shape, generator=gen, device=device).bfloat16() for name in "kv"}
+        call: dict[str, Any] = {name: normal(shape, gen).bfloat16() for name in "kv"}
         scale_shape = scale_shapes(LAYOUTS[self.layout], sizes)[SCALE_NAMES[self.scales]]
         # given scales: the largest code is 4 standard deviations, so that some values are clamped
         first = 0.0 if has_token_scales(self.scales) else 4 / 127

@@ -16,8 +16,8 @@ from cute_kernels.gqa.block_table_spec import BlockTableSpec
 from cute_kernels.gqa.blocks_plan import decode_shape
 from cute_kernels.gqa.layouts import LAYOUTS, CacheSizes
 from cute_kernels.gqa.plan import choose_spec
+from tests.kit.draws import generator, uniform
 from tests.kit.gqa_cases import KV_DTYPES, SCALE_NAMES, GqaCase
-from tests.kit.mla_cases import generator
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class GqaBlocksCase(GqaDecodeCase):
         most = -(-self.s_k // self.index_block) - 1
         found = []
         for case in super().inputs(pool):
-            order = torch.rand((*shape, most), generator=gen, device=gen.device).argsort(dim=-1)
+            order = uniform((*shape, most), gen).argsort(dim=-1)
             lists = torch.cat([order[..., : self.blocks - 1], torch.full_like(order[..., :1], most)], dim=-1).int()
             found.append(dataclasses.replace(case, indices=lists, index_block=self.index_block))
         return found

@@ -26,7 +26,8 @@ from cute_kernels.mla.plan import EXCHANGES, plan_decode
 from fp8_mla import FORMATS, V_DIM, pack, read_pages, reference_decode, unpack
 from fp8_mla.formats import V3_2, TokenFormat
 from tests.kit.compare import check_decode, compare, relative_error
-from tests.kit.mla_cases import DecodeCase, generator
+from tests.kit.draws import generator, normal, uniform
+from tests.kit.mla_cases import DecodeCase
 from tests.kit.values import FAMILIES, fill_pages, query, sort_indices
 
 PAGE_SIZE: Final = 64
@@ -243,7 +244,7 @@ class MlaCase(Case):
         contexts = max(self.batch, contexts)
         cache = store.get(self.formats[-1], context * contexts, self.page_size, family, context)
         lengths = torch.tensor(self.lengths, dtype=torch.int32, device=gen.device) if self.ragged else None
-        sinks = torch.randn(self.h_q, generator=gen, dtype=torch.float32, device=gen.device)
+        sinks = normal((self.h_q,), gen)
         common: dict[str, Any] = {} if self.is_v32 else {"cache_format": self.formats[0], "s_aux": sinks}
         for number in range(self.sets):
             requests = torch.arange(self.batch, device=gen.device) + number * self.batch
@@ -271,7 +272,7 @@ class MlaCase(Case):
 
     def _picked(self, first: torch.Tensor, context: int, keys: int, family: str, gen: torch.Generator) -> torch.Tensor:
         """Different tokens of each request's context in any order, as an indexer picks them."""
-        order = torch.rand((self.batch * self.s_q, context), generator=gen, dtype=torch.float32, device=gen.device)
+        order = uniform((self.batch * self.s_q, context), gen)
         picked = order.topk(keys, sorted=False).indices.view(self.batch, self.s_q, keys)
         indices = (picked + first.view(-1, 1, 1)).int()
         if FAMILIES[family].sorted:
@@ -332,7 +333,7 @@ class MlaAppendCase(Case):
         shape = (APPEND_TOKENS // PAGE_SIZE, PAGE_SIZE, made.token_bytes)
         sets = []
         for _ in range(sets_to_outgrow_l2(self.bytes_moved)):
-            kv = torch.randn((APPEND_TOKENS, made.d_qk), generator=gen, device=gen.device).bfloat16()
+            kv = normal((APPEND_TOKENS, made.d_qk), gen).bfloat16()
             pages = torch.randperm(shape[0], generator=gen, device=gen.device)
             slots = (pages.unsqueeze(1) * PAGE_SIZE + torch.arange(PAGE_SIZE, device=gen.device)).flatten()
             sets.append((kv, slots))
@@ -389,7 +390,7 @@ class MergeCase(Case):
         """The case over random partial results."""
         gen, shape = generator(3, store.device), (self.splits, self.batch, 1, self.h_q)
         sets = [
-            tuple(torch.randn(size, generator=gen, device=gen.device) for size in ((*shape, V_DIM), shape))
+            tuple(normal(size, gen) for size in ((*shape, V_DIM), shape))
             for _ in range(sets_to_outgrow_l2(self.bytes_moved))
         ]
         out, lse = merge_call(*sets[0])()

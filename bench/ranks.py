@@ -26,7 +26,8 @@ from cute_kernels.distributed import context_parallel_decode, exchange, shard_le
 from cute_kernels.distributed.exchange import Member, Rows, Target
 from fp8_mla import QK_DIM
 from tests.kit.compare import relative_error
-from tests.kit.mla_cases import generator, latent_tokens
+from tests.kit.draws import generator
+from tests.kit.mla_cases import latent_tokens
 
 EXCHANGED: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 """Query tokens of an exchange."""

@@ -108,6 +108,12 @@ def identity(case: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(case.get(key) for key in IDENTITY)
 
 
+def find_case(record: Record, key: Mapping[str, Any]) -> Record | None:
+    """The case with this key; None if the record has none."""
+    wanted = identity(key)
+    return next((case for case in record["cases"] if identity(case) == wanted), None)
+
+
 def case_name(case: Mapping[str, Any]) -> str:
     """What a case of a record was, in one line."""
     named = [str(case[key]) for key in NAMED if case.get(key)]

@@ -29,7 +29,7 @@ from cute_kernels.sink import spec as sink_spec
 from cute_kernels.sink.plan import route
 from cute_kernels.warm.shapes import GqaShape, PrefillShape
 from tests.kit.compare import Comparison, relative_error
-from tests.kit.mla_cases import generator
+from tests.kit.draws import generator, integers
 from tests.kit.sink_cases import GAINS, NAMES, Measure, SinkCase, SinkExpectation, sink_case
 from tests.kit.values import query
 
@@ -197,7 +197,7 @@ class PackedSinkCase(ProductCase):
     def lengths(self) -> list[int]:
         """Tokens of each sequence, the same in all runs."""
         gen = torch.Generator("cpu").manual_seed(0)
-        drawn = torch.randint(self.shortest, self.longest + 1, (self.batch,), generator=gen, device="cpu")
+        drawn = integers(self.shortest, self.longest + 1, (self.batch,), gen)
         return [int(n) for n in drawn]
 
     @property

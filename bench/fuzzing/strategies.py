@@ -35,10 +35,11 @@ from tests.kit import covering
 from tests.kit.append_pages import FORMS, append_to
 from tests.kit.block_lists import listed_case
 from tests.kit.compare import Comparison, bits, check_decode
+from tests.kit.draws import generator, integers, normal, uniform
 from tests.kit.gqa_cases import SCALE_NAMES, VALUES, GqaCase, check_gqa, gqa_case
 from tests.kit.merging import merge_problems
 from tests.kit.mla_cases import FORMS as LATENT_FORMS
-from tests.kit.mla_cases import SCALE_KINDS, SIZE_KINDS, DecodeCase, dense_case, generator, sparse_case
+from tests.kit.mla_cases import SCALE_KINDS, SIZE_KINDS, DecodeCase, dense_case, sparse_case
 from tests.kit.sink_cases import SINKS as SINKS_OF_ATTENTION
 from tests.kit.sink_cases import SinkCase, SinkExpectation, sink_case
 from tests.kit.values import FAMILIES, refill
@@ -303,9 +304,9 @@ def mla_append(draw: st.DrawFn, device: torch.device) -> Call:
     made = FORMATS[cache_format]
     layout, size = made.page_layout(page_size, cache_layout), made.token_bytes
     shape = (pages, page_size, size)
-    cache = torch.randint(256, shape, dtype=torch.uint8, generator=gen, device=device)
+    cache = integers(0, 256, shape, gen, torch.uint8)
     stride = (-(-page_size * size // 16) * 16 + 16 * draw(one_of(0, 1, size // 8)), size, 1)
-    kv = _special(draw, torch.randn((tokens, made.d_qk), generator=gen, device=device)).bfloat16()
+    kv = _special(draw, normal((tokens, made.d_qk), gen)).bfloat16()
     kv = _spread(draw, kv, 8)
     slots = _slots(draw, tokens, pages * page_size, device)
     spread = torch.empty_strided(shape, stride, dtype=torch.uint8, device=device).copy_(cache)
@@ -338,8 +339,8 @@ def _slots(draw: st.DrawFn, tokens: int, num_slots: int, device: torch.device) -
     chosen = torch.randperm(num_slots, generator=gen)[:tokens]
     slots[: len(chosen)] = chosen
     skips = torch.tensor((-1, -(2**63), num_slots, 2**31, 2**40, -(2**32), 2**63 - 1))
-    skipped = torch.rand(tokens, generator=gen) < 0.12
-    slots[skipped] = skips[torch.randint(len(skips), (int(skipped.sum()),), generator=gen)]
+    skipped = uniform((tokens,), gen) < 0.12
+    slots[skipped] = skips[integers(0, len(skips), (int(skipped.sum()),), gen)]
     if draw(chance(20)):  # what int32 lacks is beyond the cache in both
         slots = slots.clamp(INT32_MIN, INT32_MAX).int()
     slots = slots.to(device)
@@ -451,12 +452,12 @@ def gqa_append(draw: st.DrawFn, device: torch.device) -> Call:
     for (which, kind), name in zip(kinds.items(), KINDS[stored], strict=True):
         shape = LAYOUTS[layout].shape(which, sizes, 1)
         shape = (*shape[:-1], shape[-1] // values_of(name))
-        codes = torch.randint(-128, 128, shape, dtype=torch.int8, generator=gen, device=device)
+        codes = integers(-128, 128, shape, gen, torch.int8)
         # some granularities are read, others written: all positive and finite
-        values = torch.rand(scale_shapes(LAYOUTS[layout], sizes)[SCALE_NAMES[kind]], generator=gen, device=device)
+        values = uniform(scale_shapes(LAYOUTS[layout], sizes)[SCALE_NAMES[kind]], gen)
         codes = codes.view(getattr(torch, name))
         tensors |= {f"{which}_cache": codes, f"{which}_scale": (0.002 + 0.03 * values).to(scale_dtype)}
-    new = [torch.randn((tokens, h_kv, d), generator=gen, device=device) for _ in "kv"]
+    new = [normal((tokens, h_kv, d), gen) for _ in "kv"]
     k, v = (_special(draw, x).to(dtype) for x in new)
     slots = _slots(draw, tokens, sizes.outer * sizes.rows, device)
 
@@ -489,18 +490,18 @@ def merge(draw: st.DrawFn, device: torch.device) -> Call:
         )
     )
     in_dtype, out_dtype = getattr(torch, inner), getattr(torch, outer)
-    outs = torch.randn((n, *leading, d), generator=gen, device=device).to(in_dtype)
+    outs = normal((n, *leading, d), gen).to(in_dtype)
     offset = draw(one_of(0.0, 0.0, 80.0, -1e4))
-    lses = draw(one_of(1.0, 5.0, 60.0)) * torch.randn((n, *leading), generator=gen, device=device) + offset
+    lses = draw(one_of(1.0, 5.0, 60.0)) * normal((n, *leading), gen) + offset
     if draw(chance(70)):
-        drop = torch.rand((n, *leading), generator=gen, device=device) < 0.2
+        drop = uniform((n, *leading), gen) < 0.2
         drop.view(n, -1)[:, 1::11] = True
         lses[drop], outs[drop] = -torch.inf, torch.nan
     if len(leading) < 4:
         outs = _spread(draw, outs, max(16 // outs.element_size(), 1))
     sink = None
     if has_sink:
-        sink = offset + 3 * torch.randn(leading[-1], generator=gen, device=device)
+        sink = offset + 3 * normal(leading[-1:], gen)
         sink[1 :: draw(one_of(2, 5))] = draw(one_of(-math.inf, math.inf, 30.0))
     shape = (*leading, d)
     stride = _stride(draw, shape, 16 // out_dtype.itemsize, 50 if len(leading) < 4 else 0)

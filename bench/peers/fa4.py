@@ -14,7 +14,6 @@ import pathlib
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from bench.peers.offer import FLASH_ATTENTION, Offer, digest, folder_of
@@ -24,23 +23,9 @@ from tests.kit.sink_cases import SinkCase
 DSL: Final = "cutlass"
 
 
-@dataclass(frozen=True)
-class FA4:
-    """FlashAttention 4.
-
-    forward    (q, k, v, ...) of (batch, tokens, heads, d): out, lse and more
-    backward   (q, k, v, out, d_out, lse, ...): dq, dk, dv
-    compiling  a context in which calls of new shapes may be made; all other calls need none
-    """
-
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-    compiling: Callable[[], contextlib.AbstractContextManager[None]]
-
-
 @functools.cache
-def library() -> FA4 | str:
-    """FA4, or why there is none."""
+def library() -> tuple[Any, Replaced] | str:
+    """The module of forward and backward, and what its import replaces in the DSL; or why there is none."""
     folder = folder_of(FLASH_ATTENTION)
     if isinstance(folder, str):
         return folder
@@ -54,7 +39,7 @@ def library() -> FA4 | str:
         replaced = Replaced(DSL)
         with _parents_that_do_not_run(folder), replaced.during():
             interface = importlib.import_module(f"{FLASH_ATTENTION}.cute.interface")
-        return FA4(interface._flash_attn_fwd, interface._flash_attn_bwd, replaced.during)
+        return interface, replaced
     except Exception as error:  # code for another version of the DSL or of quack raises anything
         return f"{FLASH_ATTENTION}.cute cannot be imported: {type(error).__name__}: {error}"
 
@@ -73,14 +58,15 @@ def prefill(case: Any, inputs: Sequence[SinkCase], store: Any) -> Offer | None:
     found, way = library(), case.key["pass"]
     if "deterministic" in case.key or isinstance(found, str):
         return None
-    with found.compiling():
-        calls = [_call(one, found, way) for one in inputs]
+    interface, replaced = found
+    with replaced.during():
+        calls = [_call(one, interface, way) for one in inputs]
         out = calls[0]()[0]
     note = "sinks in bfloat16" if way == "forward" else "sinks in bfloat16, which get no gradient"
     return Offer(calls, out, inputs[0], note)
 
 
-def _call(one: SinkCase, fa4: FA4, way: str) -> Callable[[], Any]:
+def _call(one: SinkCase, fa4: Any, way: str) -> Callable[[], Any]:
     options: dict[str, Any] = {"softmax_scale": one.softmax_scale, "causal": True}
     if one.packed:
         longest = [max(pair[side] for pair in one.lengths) for side in range(2)]
@@ -89,10 +75,12 @@ def _call(one: SinkCase, fa4: FA4, way: str) -> Callable[[], Any]:
     if one.window is not None:
         options |= {"window_size_left": one.window - 1, "window_size_right": 0}
     sinks = None if one.s_aux is None else one.s_aux.bfloat16()
-    forward = functools.partial(fa4.forward, one.q, one.k, one.v, **options, learnable_sink=sinks, return_lse=True)
+    forward = functools.partial(
+        fa4._flash_attn_fwd, one.q, one.k, one.v, **options, learnable_sink=sinks, return_lse=True
+    )
 
     def backward(out: Any, lse: Any) -> Any:
-        return fa4.backward(one.q, one.k, one.v, out, one.d_out, lse, **options)
+        return fa4._flash_attn_bwd(one.q, one.k, one.v, out, one.d_out, lse, **options)
 
     if way == "forward":
         return lambda: forward()[:2]
@@ -134,32 +122,21 @@ class Replaced:
             yield
         finally:
             for owner, known in before:
-                for name, old, new in _differences(known, vars(owner)):
-                    self._changes.append((owner, name, old, new))
+                now = vars(owner)
+                changed = [name for name, old in known.items() if name in now and now[name] is not old]
+                self._changes += [(owner, name, known[name], now[name]) for name in changed]
             for owner, name, old, _ in reversed(self._changes):
                 setattr(owner, name, old)
 
     def _owners(self) -> Iterator[tuple[Any, dict[str, Any]]]:
         """Modules and classes of the package, each with its functions."""
-        known: set[int] = set()
-        for module_name, module in list(sys.modules.items()):
-            if module_name.partition(".")[0] != self._package:
-                continue
-            for owner in (module, *(value for value in list(vars(module).values()) if isinstance(value, type))):
-                if id(owner) not in known and _name(owner).partition(".")[0] == self._package:
-                    known.add(id(owner))
-                    yield owner, {name: value for name, value in vars(owner).items() if _is_function(value)}
+        functions = types.FunctionType | classmethod | staticmethod | property
+        owners: dict[int, Any] = {id(one): one for name, one in list(sys.modules.items()) if self._is_own(name)}
+        classes = (one for module in list(owners.values()) for one in list(vars(module).values()))
+        owners |= {id(one): one for one in classes if isinstance(one, type)}
+        for owner in owners.values():
+            if self._is_own(owner.__module__ if isinstance(owner, type) else owner.__name__):
+                yield owner, {name: value for name, value in vars(owner).items() if isinstance(value, functions)}
 
-
-def _name(owner: Any) -> str:
-    """Of a module, or of the module of a class."""
-    return str(owner.__module__ if isinstance(owner, type) else owner.__name__)
-
-
-def _is_function(value: Any) -> bool:
-    return isinstance(value, types.FunctionType | classmethod | staticmethod | property)
-
-
-def _differences(known: dict[str, Any], now: Any) -> list[tuple[str, Any, Any]]:
-    """Name, old and new value of what is another one now."""
-    return [(name, old, now[name]) for name, old in known.items() if name in now and now[name] is not old]
+    def _is_own(self, name: str) -> bool:
+        return name.partition(".")[0] == self._package

@@ -2,83 +2,46 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from bench.gqa import LONG_LENGTHS, GqaDecodeCase
 from bench.kernels_run import mark
-from bench.records import card_slug
+from bench.mla import WINDOW, MlaCase
+from bench.records import card_slug, find_case
 from bench.report import markdown
 from bench.report.cases import Case, Record, faster, name, values_of
 from bench.report.markdown import MISSING, hundredths, scientific, short
+from bench.sink import SinkAttentionCase
 
-Key = Mapping[str, Any]
-UNUSUAL: Final = ("window", "ragged", "deterministic", "cache_format")
-"""Fields that a case has only where it is unlike most: a key that does not name them wants cases without."""
-
-
-def _mla(mode: str, batch: int, heads: int, s_q: int, keys: int, **more: Any) -> Key:
-    counted = {"topk" if mode == "sparse" else "s_k": keys}
-    return {"op": "mla_fp8_decode", "mode": mode, "batch": batch, "h_q": heads, "s_q": s_q, **counted, **more}
-
-
-def _gqa(batch: int, keys: int | str, dtype: str, scales: str, layout: str, **more: Any) -> dict[str, Any]:
-    sizes = {"batch": batch, "s_k": keys, "h_q": 32, "h_kv": 8, "d": 128, "s_q": 1}
-    return {"op": "gqa_decode", **sizes, "kv_dtype": dtype, "scales": scales, "layout": layout, **more}
-
-
-def _sink(way: str, d: int, **more: Any) -> Key:
-    heads = {"h_q": 4096 // d, "h_kv": 8, "d": d}
-    return {"op": "sink_attention", "pass": way, "batch": 4, "s_k": 16384, **heads, **more}
-
-
-V4: Final[Key] = {"cache_format": "v4", "extra_cache_format": "v4", "extra_topk": 1024}
-FP4: Final[Key] = {"cache_format": "v4.1", "extra_cache_format": "v4.1_fp4", "extra_topk": 1024}
-TOKEN_HEAD: Final = ("int8", "per_token_head")
-PAGES: Final[Key] = {"layout": "paged_NHD", "page_size": 64}
-SPEEDS: Final[Mapping[str, Sequence[Key]]] = {
-    "headlines": (
-        _mla("sparse", 128, 128, 2, 2048),
-        _mla("dense", 64, 128, 1, 8192),
-        _gqa(64, 8192, *TOKEN_HEAD, "BNSH"),
-        _sink("forward", 64),
-        _sink("backward", 64),
-    ),
+_sparse, _dense = functools.partial(MlaCase, "sparse"), functools.partial(MlaCase, "dense")
+_v4 = functools.partial(_sparse, keys=WINDOW, formats=("v4", "v4"), extra_keys=1024)
+_contiguous = GqaDecodeCase(64, 8192, "per_token_head")
+_paged = functools.partial(GqaDecodeCase, scales="per_token_head", layout="paged_NHD", page_size=64)
+_small, _wide = (
+    functools.partial(SinkAttentionCase, 16384, 64, 8, 64),
+    functools.partial(SinkAttentionCase, 16384, 32, 8, 128),
+)
+SPEEDS: Final[Mapping[str, Sequence[Any]]] = {
+    "headlines": (_sparse(128, 128, 2), _dense(64, 128, 1, 8192), _contiguous, _small(), _small(backward=True)),
     "mla-speed": (
-        _mla("sparse", 1, 128, 1, 2048),
-        _mla("sparse", 128, 128, 2, 2048),
-        _mla("sparse", 148, 128, 2, 16384),
-        _mla("sparse", 128, 64, 1, 2048),
-        _mla("sparse", 128, 16, 1, 2048),
-        _mla("dense", 64, 128, 1, 8192),
-        _mla("dense", 128, 128, 2, 8192),
-        _mla("dense", 1, 128, 1, 131072),
-        _mla("dense", 128, 16, 1, 8192),
-        _mla("sparse", 128, 128, 2, 128, **V4),
-        _mla("sparse", 8, 128, 1, 128, **V4),
-        _mla("sparse", 128, 16, 1, 128, **V4),
-        _mla("sparse", 128, 128, 2, 128, **FP4),
+        *(_sparse(1, 128), _sparse(128, 128, 2), _sparse(148, 128, 2, 16384), _sparse(128, 64), _sparse(128, 16)),
+        *(_dense(64, 128, 1, 8192), _dense(128, 128, 2, 8192), _dense(1, 128, 1, 131072), _dense(128, 16, 1, 8192)),
+        *(_v4(128, 128, 2), _v4(8, 128), _v4(128, 16), _v4(128, 128, 2, formats=("v4.1", "v4.1_fp4"))),
     ),
     "gqa-speed": (
-        _gqa(64, 8192, *TOKEN_HEAD, "BNSH"),
-        _gqa(64, 8192, *TOKEN_HEAD, **PAGES),
-        _gqa(64, 8192, "fp8", "per_tensor", **PAGES),
-        _gqa(64, 8192, "bf16", "none", **PAGES),
-        _gqa(1, 131072, *TOKEN_HEAD, **PAGES),
-        _gqa(1, 1024, *TOKEN_HEAD, **PAGES),
-        _gqa(256, 512, *TOKEN_HEAD, **PAGES),
-        _gqa(24, "1024..32768", *TOKEN_HEAD, **PAGES),
-        _gqa(64, 8192, *TOKEN_HEAD, **PAGES) | {"h_q": 64, "d": 64},
-        _gqa(64, 8192, *TOKEN_HEAD, **PAGES) | {"h_q": 16, "h_kv": 2, "d": 256},
+        _contiguous,
+        _paged(64, 8192),
+        _paged(64, 8192, scales="per_tensor", kv_dtype="fp8"),
+        _paged(64, 8192, scales="none", kv_dtype="bf16"),
+        *(_paged(1, 131072), _paged(1, 1024), _paged(256, 512), _paged(24, 32768, lengths=LONG_LENGTHS)),
+        *(_paged(64, 8192, h_q=64, d=64), _paged(64, 8192, h_q=16, h_kv=2, d=256)),
     ),
     "sink-speed": (
-        _sink("forward", 64),
-        _sink("backward", 64),
-        _sink("backward", 64, deterministic=True),
-        _sink("forward", 64, window=128),
-        _sink("backward", 64, window=128),
-        _sink("forward", 128),
-        _sink("backward", 128),
-        _sink("backward", 128, window=4096),
+        *(_small(), _small(backward=True), _small(backward=True, deterministic=True)),
+        *(_small(window=128), _small(backward=True, window=128)),
+        *(_wide(), _wide(backward=True), _wide(backward=True, window=4096)),
     ),
 }
 """Cases of each table, by the name of the part."""
@@ -91,8 +54,8 @@ def speeds(part: str, records: Sequence[Record]) -> list[str]:
     for record in records:
         card = card_slug(record["card"]).upper()
         header += [f"{card}, us", f"{card}, speed"]
-    for key in SPEEDS[part]:
-        found = [find(record, key) for record in records]
+    for wanted in SPEEDS[part]:
+        found = [find(record, wanted) for record in records]
         first = next((case for case in found if case is not None), None)
         if first is not None:
             older = next((mark(case) for case in found if mark(case)), "")
@@ -101,18 +64,9 @@ def speeds(part: str, records: Sequence[Record]) -> list[str]:
     return markdown.table([*header, *["error against float64"] * is_readme], rows) if rows else []
 
 
-def find(record: Record, key: Key) -> Case | None:
-    """The case that a key names, with exact scores; None if the record has none."""
-    return next(
-        (
-            case
-            for case in record["cases"]
-            if all(case.get(field) == value for field, value in key.items())
-            and not any(field in case for field in UNUSUAL if field not in key)
-            and case.get("scores", "exact") == "exact"
-        ),
-        None,
-    )
+def find(record: Record, case: Any) -> Case | None:
+    """What a record has of a case of the benchmark; None if it has nothing."""
+    return find_case(record, case.key)
 
 
 def _label(part: str, case: Case) -> str:

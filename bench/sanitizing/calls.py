@@ -22,11 +22,12 @@ from cute_kernels.runtime import workspace
 from tests.kit.append_pages import FORMS, AppendPages, slots_for
 from tests.kit.block_lists import listed_case
 from tests.kit.compare import check_decode
+from tests.kit.draws import generator, normal
 from tests.kit.environments import default_dtype
 from tests.kit.gather_pages import KINDS as GATHERED
 from tests.kit.gather_pages import gather_cache
 from tests.kit.gqa_cases import FOUR_BITS, GqaCase, check_gqa, gqa_case
-from tests.kit.mla_cases import DecodeCase, dense_case, generator, sparse_case, strided
+from tests.kit.mla_cases import DecodeCase, dense_case, sparse_case, strided
 from tests.kit.samples import SAMPLES, copied
 from tests.kit.sink_cases import SinkCase, SinkExpectation, sink_case
 
@@ -109,7 +110,7 @@ class Calls:
         """Append to pages of every format, some slots negative; bit for bit."""
         for cache_format, cache_layout in FORMS:
             pages = AppendPages.random(cache_format, cache_layout, (8, 16), device="cpu").cuda()
-            kv = strided(torch.randn((100, 512), generator=self.generator).bfloat16())
+            kv = strided(normal((100, 512), self.generator).bfloat16())
             slots = slots_for(100, pages.num_slots, seed=1)
             expected = pages.expected(kv, slots)
             self.call(cute_kernels.mla_fp8_append, kv.cuda(), pages.view, slots.cuda(), **pages.options)

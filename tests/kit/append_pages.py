@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from fp8_mla import pack
 from fp8_mla.formats import FORMATS, PageLayout, TokenFormat
-from tests.kit.mla_cases import generator
+from tests.kit.draws import generator, integers, normal
 
 FORMS = (
     ("v3.2_nope", None),
@@ -60,7 +60,7 @@ class AppendPages:
         page_stride = -(-layout.page_bytes // padded_to) * padded_to
         gen = generator(seed, device)
         size = shape[0] * page_stride + 32
-        buffer = torch.randint(256, (size,), dtype=torch.uint8, generator=gen, device=device)
+        buffer = integers(0, 256, (size,), gen, torch.uint8)
         return cls(token_format, layout, shape, page_stride, buffer)
 
     def cuda(self) -> AppendPages:
@@ -125,7 +125,7 @@ def special_rows(tile: int) -> torch.Tensor:
     rows = [torch.full((512,), value, dtype=torch.float32, device="cpu") for value in (0.0, -0.0, largest, 2.0**-133)]
 
     def drawn() -> torch.Tensor:
-        return torch.randn(512, generator=gen, dtype=torch.float32, device="cpu")
+        return normal((512,), gen)
 
     for exponent in range(-140, 128, 3):  # from below the smallest scale to the top, subnormals in between
         rows.append(drawn() * 2.0 ** min(exponent, 124))

@@ -10,8 +10,8 @@ import torch
 
 from cute_kernels.gqa.layouts import LAYOUTS, Which
 from cute_kernels.gqa.reference import ScaledCache, sizes_of, visible_keys
+from tests.kit.draws import generator, integers
 from tests.kit.gqa_cases import GqaCase, gqa_case
-from tests.kit.mla_cases import generator
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
@@ -58,7 +58,7 @@ def random_list(n: int, blocks: int, gen: torch.Generator) -> torch.Tensor:
     none = torch.tensor([-1, INT32_MIN, INT32_MAX, blocks, blocks + 1, -7], dtype=torch.int64, device="cpu")
 
     def drawn(most: int, count: int = n) -> torch.Tensor:
-        return torch.randint(most, (count,), generator=gen, dtype=torch.int64, device="cpu")
+        return integers(0, most, (count,), gen)
 
     found = none[drawn(len(none))]
     if blocks:

@@ -23,8 +23,9 @@ from cute_kernels.distributed.prefill import own_heads
 from tests.kit import context_shards
 from tests.kit.compare import check_decode, rounding_noise
 from tests.kit.context_shards import kept
+from tests.kit.draws import generator, normal
 from tests.kit.gqa_cases import check_gqa, gqa_case
-from tests.kit.mla_cases import dense_case, generator, sparse_case
+from tests.kit.mla_cases import dense_case, sparse_case
 from tests.kit.sink_cases import SinkCase, SinkExpectation, sink_case
 
 WORLD: Final = 4
@@ -380,12 +381,12 @@ def disagreements(rank: int) -> Iterator[tuple[str, str]]:
     }.items():
         yield name, _told(gqa_decode, **right | (wrong if rank else {}))
     yield "decode", _told(_partial if rank else functools.partial(_partial, tokens=2))
-    chunk = torch.randn(1, 3, 2, 64, generator=generator(2), dtype=torch.float32, device="cpu").bfloat16()
+    chunk = normal((1, 3, 2, 64), generator(2)).bfloat16()
     if rank:
         yield "function", _told(gqa_decode, **right)
     else:
         yield "function", _told_by(lambda: context_parallel_prefill(*[chunk] * 5))
-    noise = q * (1 + 2.0**-7 * torch.randn(q.shape, generator=generator(rank), dtype=torch.float32, device="cpu"))
+    noise = q * (1 + 2.0**-7 * normal(q.shape, generator(rank)))
     yield "rounding of q", _told(gqa_decode, **right | {"q": noise.bfloat16()})
     yield "nothing", _told(gqa_decode, **right)
 

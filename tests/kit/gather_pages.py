@@ -11,7 +11,7 @@ from cute_kernels.gqa.codes import ROTATED_KINDS, values_of
 from cute_kernels.gqa.reference import dequantize_uint4
 from cute_kernels.gqa.rotation_reference import unrotate
 from cute_kernels.integrations.vllm.calls import scaled_views, stock_views
-from tests.kit.mla_cases import generator
+from tests.kit.draws import generator, integers, uniform
 from tests.kit.vllm_batches import stock_cache
 
 PAGES, PAGE_SIZE, KV_HEADS = 5, 16, 3
@@ -65,12 +65,12 @@ def gather_cache(kind: str, layout: str, d: int) -> GatherCache:
         if layout == "HND":
             k, v, *scales = (t.transpose(1, 2) for t in (k, v, *scales))
     for codes in (k, v):
-        drawn = torch.randint(-127, 127, codes.shape, generator=gen, dtype=torch.int8, device="cpu")
+        drawn = integers(-127, 127, codes.shape, gen, torch.int8)
         codes.view(torch.int8).copy_(drawn)  # as FP8: 0x7F and 0xFF are NaN
         if not int8:
             codes.view(torch.int8).masked_fill_(drawn == -1, 0)
     for scale in scales:
-        scale.copy_((torch.rand(scale.shape, generator=gen, dtype=torch.float32, device="cpu") * 40 - 20).exp2())
+        scale.copy_((uniform(scale.shape, gen) * 40 - 20).exp2())
     if not scaled:
         scales = [torch.tensor(factor, dtype=torch.float32, device="cpu") for factor in (0.37, 1.9)]
     return GatherCache(k, v, scales[0], scales[1])
@@ -82,10 +82,10 @@ def _rotated_cache(kind: str, layout: str, d: int) -> GatherCache:
     if layout == "HND":
         shape = (PAGES, KV_HEADS, PAGE_SIZE)
     sizes = [d // values_of(name) for name in STORED[kind]]
-    whole = torch.randint(0, 256, (*shape, sum(sizes) + 16), dtype=torch.uint8, generator=gen, device="cpu")
+    whole = integers(0, 256, (*shape, sum(sizes) + 16), gen, torch.uint8)
     k, v, room = whole.split([*sizes, 16], dim=-1)
-    scales = (torch.rand((2, *shape), generator=gen, dtype=torch.float32, device="cpu") * 40 - 20).exp2()
-    zero_points = torch.randint(0, 16, scales.shape, dtype=torch.int32, generator=gen, device="cpu")
+    scales = (uniform((2, *shape), gen) * 40 - 20).exp2()
+    zero_points = integers(0, 16, scales.shape, gen, torch.int32)
     scales = (scales.view(torch.int32) ^ zero_points).view(torch.float32)
     k_scale, v_scale = scales
     if layout == "interleaved":

@@ -36,13 +36,13 @@ from tests.kit.compare import (
     rounding_noise,
     rounding_variance,
 )
+from tests.kit.draws import generator, integers, normal, uniform
 from tests.kit.mla_cases import (
     OUTLIER_CHANNELS,
     OUTLIER_FACTOR,
     QUERY_SIZE,
     PoisonedOutput,
     block_table,
-    generator,
     sink_logits,
     strided,
     strided_int,
@@ -219,7 +219,7 @@ def gqa_case(
     # Whatever the size of keys is, q stays near 1 in its largest channels, and the softmax scale does the rest.
     factor = sizes_of_keys.reciprocal()
     largest = factor.amax()
-    q = torch.randn((batch, s_q, h_kv, h_q // h_kv, d), generator=gen, dtype=torch.float32, device=gen.device)
+    q = normal((batch, s_q, h_kv, h_q // h_kv, d), gen)
     wild = values == "wild"
     q = (q * (factor / largest if wild else factor * query_size).unsqueeze(1)).flatten(2, 3).to(q_dtype)
     return GqaCase(
@@ -249,7 +249,7 @@ def _slopes(alibi: str, batch: int, h_q: int, gen: torch.Generator) -> torch.Ten
     slopes = torch.exp2(-8 * torch.arange(1, h_q + 1, dtype=torch.float32, device=gen.device) / h_q)
     slopes[::5] = 0
     if alibi == "batch":
-        slopes = slopes * (0.5 + torch.rand((batch, h_q), generator=gen, dtype=torch.float32, device=gen.device))
+        slopes = slopes * (0.5 + uniform((batch, h_q), gen))
     return slopes
 
 
@@ -298,7 +298,7 @@ def _empty_cache(
     elements, strides = _apart(shape, dtype.itemsize, padded)
     if dtype in (torch.int8, torch.uint8):
         info = torch.iinfo(dtype)
-        storage = torch.randint(info.min, info.max + 1, (elements,), dtype=dtype, generator=gen, device=gen.device)
+        storage = integers(info.min, info.max + 1, (elements,), gen, dtype)
     else:
         # every byte 0xFF is a NaN in all of them
         storage = torch.full((elements * dtype.itemsize,), 0xFF, dtype=torch.uint8, device=gen.device).view(dtype)
@@ -310,7 +310,7 @@ def _empty_scale(
 ) -> torch.Tensor:
     """NaN scales; the shape of per_tensor is () or (1,), drawn."""
     shape = scale_shapes(layout, sizes)[kind]
-    if kind.granularity == "per_tensor" and torch.rand((), generator=gen, dtype=torch.float32, device=gen.device) < 0.5:
+    if kind.granularity == "per_tensor" and uniform((), gen) < 0.5:
         shape = ()
     elements, strides = _apart(shape, dtype.itemsize, padded)
     return torch.full((elements,), math.nan, dtype=dtype, device=gen.device).as_strided(shape, strides)
@@ -323,7 +323,7 @@ def _wild_base(h_kv: int, d: int, kind: ScaleKind | None, narrow: bool, gen: tor
     low, high = (-3.0, 1.0) if narrow else (-6.0, 3.0)
 
     def drawn(shape: tuple[int, int], decades: float) -> torch.Tensor:
-        return decades * torch.rand(shape, generator=gen, dtype=torch.float32, device=gen.device)
+        return decades * uniform(shape, gen)
 
     group_decades = min(high - low, GROUP_DECADES) if groups > 1 else 0.0
     exponent = low + drawn((heads, 1), high - low - group_decades) + drawn((heads, groups), group_decades)
@@ -350,9 +350,7 @@ def _fill(
         slots = outer[start : start + step], rows[start : start + step]
         shape = (len(slots[0]), sizes.h_kv, sizes.d)
         if base is None:
-            codes, scale = _quantized(
-                torch.randn(shape, generator=gen, dtype=torch.float32, device=gen.device), cache, values, shared, gen
-            )
+            codes, scale = _quantized(normal(shape, gen), cache, values, shared, gen)
         else:
             codes, scale = _wild_tokens(shape, cache, base, gen)
         cache.put(*slots, codes)
@@ -372,7 +370,7 @@ def _quantized(
     if values == "channels":
         x[..., _outlier_channels(x.shape[-1])] *= OUTLIER_FACTOR
     elif values == "tokens":
-        one = torch.rand((len(x), 1, 1), generator=gen, dtype=torch.float32, device=gen.device) < OUTLIER_TOKEN_SHARE
+        one = uniform((len(x), 1, 1), gen) < OUTLIER_TOKEN_SHARE
         x = torch.where(one, x * (OUTLIER_FACTOR if cache.which == "v" else 3.0), x)
     dtype = cache.codes.dtype
     if dtype == torch.uint8:
@@ -397,16 +395,16 @@ def _wild_tokens(
         shape = (n, h_kv, d // 2)
     if dtype in (torch.int8, torch.uint8):
         info = torch.iinfo(dtype)
-        codes = torch.randint(info.min, info.max + 1, shape, dtype=dtype, generator=gen, device=gen.device)
+        codes = integers(info.min, info.max + 1, shape, gen, dtype)
     else:
-        codes = torch.randn(shape, generator=gen, dtype=torch.float32, device=gen.device)
+        codes = normal(shape, gen)
         codes = (codes * 64).clamp(-FP8_MAX, FP8_MAX).to(dtype) if dtype == torch.float8_e4m3fn else codes
     # per token: half at full size, the others up to four decades below
     own = (n, 1, 1) if kind is None or kind.granularity == "per_token" else (n, h_kv, 1)
     if kind is not None and kind.granularity == "per_group":
         own = (n, h_kv, d // kind.group_size)
-    depth = 8 * (torch.rand(own, generator=gen, dtype=torch.float32, device=gen.device) - 0.5).clamp_min(0)
-    jitter = 1 - 0.5 * torch.rand(own, generator=gen, dtype=torch.float32, device=gen.device)
+    depth = 8 * (uniform(own, gen) - 0.5).clamp_min(0)
+    jitter = 1 - 0.5 * uniform(own, gen)
     drop = torch.pow(10.0, -depth) * jitter  # all different: bf16 would round equal ones by the same factor
     if kind is None or cache.scale is None:
         if dtype == torch.float8_e4m3fn:

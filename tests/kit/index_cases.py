@@ -10,78 +10,69 @@ import torch
 
 from fp8_mla import INDEX_KEY, pack_index_keys, row_views
 from fp8_mla.indexer import SCALE_RULES
-from tests.kit.mla_cases import generator
+from tests.kit.draws import generator, integers, normal, uniform
+
+Draw = Callable[[tuple[int, int], torch.Generator], torch.Tensor]
+"""Of (rows, width) and a generator on the CPU."""
 
 
-def normal(rows: int, width: int, gen: torch.Generator) -> torch.Tensor:
-    return torch.randn(rows, width, generator=gen, dtype=torch.float32, device="cpu")
-
-
-def _uniform(rows: int, width: int, gen: torch.Generator) -> torch.Tensor:
-    return torch.rand(rows, width, generator=gen, dtype=torch.float32, device="cpu")
-
-
-def _words(rows: int, width: int, gen: torch.Generator) -> torch.Tensor:
+def _words(shape: tuple[int, int], gen: torch.Generator) -> torch.Tensor:
     """Any 32 bits: every exponent, NaN of all kinds, infinities now and then."""
-    bits = torch.randint(-(2**31), 2**31, (rows, width), generator=gen, dtype=torch.int64, device="cpu")
-    return bits.int().view(torch.float32)
+    return integers(-(2**31), 2**31, shape, gen).int().view(torch.float32)
 
 
-def _one_of(values: list[float]) -> Callable[[int, int, torch.Generator], torch.Tensor]:
-    def draw(rows: int, width: int, gen: torch.Generator) -> torch.Tensor:
-        known = torch.tensor(values, dtype=torch.float32, device="cpu")
-        return known[torch.randint(len(values), (rows, width), generator=gen, dtype=torch.int64, device="cpu")]
-
-    return draw
+def _one_of(values: list[float]) -> Draw:
+    known = torch.tensor(values, dtype=torch.float32, device="cpu")
+    return lambda shape, gen: known[integers(0, len(values), shape, gen)]
 
 
-def _plateau(value: float, higher: float) -> Callable[[int, int, torch.Generator], torch.Tensor]:
+def _plateau(value: float, higher: float) -> Draw:
     """So many equal numbers that rank k is among them; a part of the row is higher, and as much is lower."""
 
-    def draw(rows: int, width: int, gen: torch.Generator) -> torch.Tensor:
-        drawn = _uniform(rows, width, gen)
-        row = torch.full((rows, width), value, dtype=torch.float32, device="cpu")
+    def draw(shape: tuple[int, int], gen: torch.Generator) -> torch.Tensor:
+        drawn = uniform(shape, gen)
+        row = torch.full_like(drawn, value)
         row = torch.where(drawn < higher, value + 1 + drawn, row)
         return torch.where(drawn > 1 - higher, value - 1 - drawn, row)
 
     return draw
 
 
-FAMILIES: dict[str, Callable[[int, int, torch.Generator], torch.Tensor]] = {
+FAMILIES: dict[str, Draw] = {
     "normal": normal,
-    "far from zero": lambda *sizes: 100 + normal(*sizes),
-    "all negative": lambda *sizes: -normal(*sizes).abs() - 0.01,
-    "tiny": lambda *sizes: normal(*sizes) * 2.0**-30,
-    "subnormal": lambda *sizes: normal(*sizes) * 2.0**-140,
-    "huge": lambda *sizes: normal(*sizes) * 2.0**40,
+    "far from zero": lambda *given: 100 + normal(*given),
+    "all negative": lambda *given: -normal(*given).abs() - 0.01,
+    "tiny": lambda *given: normal(*given) * 2.0**-30,
+    "subnormal": lambda *given: normal(*given) * 2.0**-140,
+    "huge": lambda *given: normal(*given) * 2.0**40,
     "any bits": _words,
-    "neighbouring ulps": lambda *sizes: (0x3FC00000 + (_uniform(*sizes) * 5000).int()).view(torch.float32),
-    "negative neighbouring ulps": lambda *sizes: -(0x3FC00000 + (_uniform(*sizes) * 300).int()).view(torch.float32),
+    "neighbouring ulps": lambda *given: (0x3FC00000 + (uniform(*given) * 5000).int()).view(torch.float32),
+    "negative neighbouring ulps": lambda *given: -(0x3FC00000 + (uniform(*given) * 300).int()).view(torch.float32),
     "all equal": _one_of([1.5]),
     "all zero": _one_of([0.0]),
     "zeros of both signs": _one_of([0.0, -0.0]),
     "NaN alone": _one_of([math.nan]),
     "two values": _one_of([1.0, -1.0]),
     "NaN and infinities": _one_of([math.nan, math.inf, -math.inf, 1.0, 2.0]),
-    "few infinities": lambda *sizes: torch.where(_uniform(*sizes) < 1e-3, math.inf, normal(*sizes)),
+    "few infinities": lambda *given: torch.where(uniform(*given) < 1e-3, math.inf, normal(*given)),
     "zeros, few positive": _plateau(0.0, 0.004),
-    "zeros and numbers": lambda *sizes: normal(*sizes).clamp(min=0.0),
-    "zeros of one sign above negative": lambda *sizes: -normal(*sizes).clamp(min=0.0),
+    "zeros and numbers": lambda *given: normal(*given).clamp(min=0.0),
+    "zeros of one sign above negative": lambda *given: -normal(*given).clamp(min=0.0),
     "equal numbers, few higher": _plateau(3.0, 0.004),
     "equal negative numbers, few higher": _plateau(-3.0, 0.004),
-    "ascending": lambda *sizes: normal(*sizes).sort(dim=1).values,
-    "descending": lambda *sizes: normal(*sizes).sort(dim=1, descending=True).values,
-    "highest together": lambda *sizes: (
-        normal(*sizes) + 10 * (torch.arange(sizes[1], dtype=torch.int64, device="cpu") // 3000 == 3)
+    "ascending": lambda *given: normal(*given).sort(dim=1).values,
+    "descending": lambda *given: normal(*given).sort(dim=1, descending=True).values,
+    "highest together": lambda *given: (
+        normal(*given) + 10 * (torch.arange(given[0][1], dtype=torch.int64, device="cpu") // 3000 == 3)
     ),
-    "integers": lambda *sizes: (8 * normal(*sizes)).round(),
+    "integers": lambda *given: (8 * normal(*given)).round(),
 }
-"""Functions of (rows, width, generator), by what they draw."""
+"""By what they draw."""
 
 
 def logits_of(family: str, rows: int, width: int, seed: int = 0) -> torch.Tensor:
     """(rows, width) float32 on the CPU."""
-    return FAMILIES[family](rows, width, generator(seed))
+    return FAMILIES[family]((rows, width), generator(seed))
 
 
 def lengths_around(topk: int, width: int) -> torch.Tensor:
@@ -94,7 +85,7 @@ def table_of(batch: int, width: int, page_size: int, seed: int = 0) -> torch.Ten
     """(batch, pages) int32 on the CPU: shuffled pages, some twice, some that no cache has."""
     gen = generator(seed)
     pages = -(-width // page_size)
-    table = torch.randint(0, 4 * pages, (batch, pages), generator=gen, device="cpu", dtype=torch.int32)
+    table = integers(0, 4 * pages, (batch, pages), gen, torch.int32)
     table.view(-1)[:: 7 + pages // 3] = -1
     table.view(-1)[3 :: 11 + pages // 2] = 2**31 - 1
     return table
@@ -103,10 +94,7 @@ def table_of(batch: int, width: int, page_size: int, seed: int = 0) -> torch.Ten
 def index_keys(tokens: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """(tokens, 128) on the CPU: random magnitudes, then rows at which a rule of scales changes."""
     gen = generator(seed)
-    k = (
-        normal(tokens, 128, gen)
-        * (torch.rand(tokens, 1, generator=gen, dtype=torch.float32, device="cpu") * 60 - 30).exp2()
-    )
+    k = normal((tokens, 128), gen) * (uniform((tokens, 1), gen) * 60 - 30).exp2()
     nearest = torch.finfo(dtype).eps
     special = [
         [0.0], [-0.0], [1e-5], [1e-4], [9.9e-5], [-1.01e-4], [math.nan], [math.nan, 3.0], [math.inf], [-math.inf, 2.0],
@@ -116,11 +104,7 @@ def index_keys(tokens: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     for row, values in zip(k, special, strict=False):
         row.zero_()
         row[5 : 5 + len(values)] = torch.tensor(values, dtype=torch.float32, device="cpu")
-        row[64:] = (
-            row[5]
-            * torch.rand(64, generator=gen, dtype=torch.float32, device="cpu")
-            * (0.5 if row[5].isfinite() else 0.0)
-        )
+        row[64:] = row[5] * uniform((64,), gen) * (0.5 if row[5].isfinite() else 0.0)
     return k.to(dtype)
 
 
@@ -165,11 +149,11 @@ def index_call(
 
     def draw(*shape: int) -> torch.Tensor:
         if exact:
-            return torch.randint(-1, 2, shape, generator=gen, dtype=torch.int32, device="cpu").float()
-        return torch.randn(shape, generator=gen, dtype=torch.float32, device="cpu")
+            return integers(-1, 2, shape, gen, torch.int32).float()
+        return normal(shape, gen)
 
     def powers(*shape: int) -> torch.Tensor:
-        return torch.randint(-3, 4, shape, generator=gen, dtype=torch.int32, device="cpu").float().exp2()
+        return integers(-3, 4, shape, gen, torch.int32).float().exp2()
 
     begin = 0
     for row, (n, count) in enumerate(zip(seqlens, needed, strict=True)):

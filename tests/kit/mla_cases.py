@@ -30,6 +30,7 @@ from fp8_mla import (
     pack,
     write_pages,
 )
+from tests.kit.draws import generator, integers, normal, uniform
 
 POISON_BYTE: Final = 0xFF
 TOKENS_PER_CHUNK: Final = 1 << 18
@@ -79,11 +80,6 @@ A kernel must score exact keys to hold a log-sum-exp within 2e-5 here: with scor
 at most over every kind of scale, with keys rounded to bf16 by 2e-2 to 1e-1 (all but power_of_two)."""
 
 
-def generator(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """A generator on `device`, seeded."""
-    return torch.Generator(device=device).manual_seed(seed)
-
-
 def encode(tiles: torch.Tensor, scale: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     """Tokens with scales of one's own choice; `fp8_mla.pack` chooses them itself.
 
@@ -122,7 +118,7 @@ def latent_tokens(n: int, gen: torch.Generator, *, scales: str = "absmax", outli
 
 
 def _chunk_of_tokens(n: int, gen: torch.Generator, scales: str, outliers: bool) -> torch.Tensor:
-    latents = torch.randn((n, QK_DIM), generator=gen, dtype=torch.float32, device=gen.device)
+    latents = normal((n, QK_DIM), gen)
     tiles, rope = latents[:, :NOPE_DIM].view(n, NUM_SCALES, QUANT_TILE), latents[:, NOPE_DIM:]
     if scales == "mixed":
         return encode(tiles * 64, _mixed_scales(n, gen), rope)
@@ -133,14 +129,14 @@ def _chunk_of_tokens(n: int, gen: torch.Generator, scales: str, outliers: bool) 
         # in the bits, so that it is exact on every device: up to the next exponent, and the fraction off
         scale = ((absmax.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     elif scales == "arbitrary":
-        scale = absmax * (1 + torch.rand(absmax.shape, generator=gen, dtype=torch.float32, device=gen.device))
+        scale = absmax * (1 + uniform(absmax.shape, gen))
     elif scales == "rare":
         # 200 to 400 leaves codes near e4m3's smallest, 2^-30 to 2^-29 tokens near zero: both too far out for float16
-        far = torch.rand(absmax.shape, generator=gen, dtype=torch.float32, device=gen.device) + 1
-        above = _uniform((n, 1), gen) < 0.5
+        far = uniform(absmax.shape, gen) + 1
+        above = uniform((n, 1), gen) < 0.5
         factor = torch.where(above, 200.0, torch.full_like(far[:, :1], 2.0**-30))
-        scale = torch.where(_uniform((n, 1), gen) < 1 / 97, far * factor, absmax)
-        rope = torch.where(_uniform((n, 1), gen) < 1 / 89, rope * 2.0**17, rope)
+        scale = torch.where(uniform((n, 1), gen) < 1 / 97, far * factor, absmax)
+        rope = torch.where(uniform((n, 1), gen) < 1 / 89, rope * 2.0**17, rope)
     else:
         return pack(latents)
     return encode(tiles / scale.unsqueeze(-1), scale, rope)
@@ -149,14 +145,10 @@ def _chunk_of_tokens(n: int, gen: torch.Generator, scales: str, outliers: bool) 
 def _mixed_scales(n: int, gen: torch.Generator) -> torch.Tensor:
     """(n, 4): the base size of each tile column, and below it tokens a few or up to 60 decades smaller."""
     base = torch.tensor(MIXED_DECADES, dtype=torch.float32, device=gen.device)
-    kind, depth = _uniform((n, NUM_SCALES), gen), _uniform((n, NUM_SCALES), gen)
+    kind, depth = uniform((n, NUM_SCALES), gen), uniform((n, NUM_SCALES), gen)
     drop = torch.where(kind < 0.5, 0.0, torch.where(kind < 0.8, 4 * depth, 60 * depth))
-    mantissa = 1 + _uniform((n, NUM_SCALES), gen)
+    mantissa = 1 + uniform((n, NUM_SCALES), gen)
     return torch.pow(10.0, (base - drop).clamp_min(-36.0)) * mantissa
-
-
-def _uniform(shape: tuple[int, ...], gen: torch.Generator) -> torch.Tensor:
-    return torch.rand(shape, generator=gen, dtype=torch.float32, device=gen.device)
 
 
 def query_factor(scales: str, device: torch.device | str = "cpu", *, size: float = QUERY_SIZE) -> torch.Tensor:
@@ -180,8 +172,8 @@ def query_factor(scales: str, device: torch.device | str = "cpu", *, size: float
 
 def tokens_of(n: int, name: str, gen: torch.Generator, sizes: str = "absmax") -> torch.Tensor:
     """(n, bytes) uint8 random tokens of a format, as `fp8_mla.pack` returns them; `sizes` is one of `SIZE_KINDS`."""
-    latents = torch.randn((n, FORMATS[name].d_qk), generator=gen, dtype=torch.float32, device=gen.device)
-    drawn = _uniform((n, 1), gen)
+    latents = normal((n, FORMATS[name].d_qk), gen)
+    drawn = uniform((n, 1), gen)
     if sizes == "mixed":
         latents *= _columns(latents.shape[1], gen.device) * torch.exp2(-(8 * drawn).floor())
     elif sizes == "rare":
@@ -365,20 +357,18 @@ def index_lists(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Indices (batch, s_q, topk) and `topk_length` or None, as `sparse_case` says; `good` slots are not poisoned."""
     batch, s_q, topk = shape
-    indices = good[
-        torch.randint(len(good), (batch, s_q, topk), generator=gen, dtype=torch.int64, device=gen.device)
-    ].int()
+    indices = good[integers(0, len(good), (batch, s_q, topk), gen)].int()
     if invalid:
         beyond = [-1, -(2**31), num_slots, num_slots + 1, INT32_MAX]
         out_of_range = torch.tensor(beyond, dtype=torch.int64, device=gen.device).int()
-        choice = torch.randint(len(out_of_range), indices.shape, generator=gen, dtype=torch.int64, device=gen.device)
-        drop = _uniform(indices.shape, gen) < 0.1
+        choice = integers(0, len(out_of_range), indices.shape, gen)
+        drop = uniform(indices.shape, gen) < 0.1
         drop.view(batch * s_q, topk)[3::7] = True
         indices = torch.where(drop, out_of_range[choice], indices)
     topk_length = None
     if lengths != "none":
         rows = {"batch": (batch,), "query": (batch, s_q)}[lengths]
-        topk_length = torch.randint(0, topk + 1, rows, generator=gen, dtype=torch.int64, device=gen.device).int()
+        topk_length = integers(0, topk + 1, rows, gen).int()
         boundaries = torch.tensor([topk, 0, 1, topk + 5, -3, topk - 1], dtype=torch.int32, device=gen.device)
         flat = topk_length.view(-1)
         flat[: len(boundaries)] = boundaries[: len(flat)]
@@ -386,9 +376,7 @@ def index_lists(
         bad = _complement(good, num_slots)
         if len(bad):
             is_past_end = torch.arange(topk, dtype=torch.int64, device=gen.device) >= limit
-            lure = bad[
-                torch.randint(len(bad), indices.shape, generator=gen, dtype=torch.int64, device=gen.device)
-            ].int()
+            lure = bad[integers(0, len(bad), indices.shape, gen)].int()
             indices = torch.where(is_past_end, lure, indices)
     return indices, topk_length
 
@@ -466,13 +454,13 @@ def block_table(
     garbage = torch.cat([out_of_range, shuffled[[0, -1]]])
 
     def choice(entries: torch.Tensor) -> torch.Tensor:
-        places = torch.randint(len(entries), (len(lengths), width), generator=gen, dtype=torch.int64, device=gen.device)
+        places = integers(0, len(entries), (len(lengths), width), gen)
         return entries[places.cpu()]
 
     table = choice(garbage)
     table[torch.arange(width, dtype=torch.int64, device="cpu") < pages_of.unsqueeze(1)] = shuffled[:needed]
     if bad_entries:
-        bad = torch.rand(table.shape, generator=gen, dtype=torch.float32, device=gen.device).cpu() < 0.1
+        bad = uniform(table.shape, gen).cpu() < 0.1
         table = torch.where(bad, choice(out_of_range), table)
     return table, num_pages
 
@@ -481,7 +469,7 @@ def sink_logits(h_q: int, kind: str, gen: torch.Generator) -> torch.Tensor | Non
     """(h_q,) float32 sinks: None for "none", the size of a log-sum-exp for "finite", with infinities for "inf"."""
     if kind == "none":
         return None
-    sinks = 3 * torch.randn((h_q,), generator=gen, dtype=torch.float32, device=gen.device) + 3
+    sinks = 3 * normal((h_q,), gen) + 3
     if kind == "inf":
         sinks[::3] = -torch.inf
         sinks[1::3] = torch.inf
@@ -563,7 +551,7 @@ def _query(
 ) -> torch.Tensor:
     """(*shape, d_qk), for logits of a standard deviation of about `query_size`."""
     d_qk = FORMATS[formats[0]].d_qk
-    q = torch.randn((*shape, d_qk), generator=gen, dtype=torch.float32, device=gen.device)
+    q = normal((*shape, d_qk), gen)
     if tuple(formats) == V3_2:
         q *= query_factor(scales, gen.device, size=query_size)
     else:

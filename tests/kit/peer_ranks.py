@@ -14,7 +14,7 @@ import torch
 from cute_kernels import merge_states
 from cute_kernels.merge.peers_op import NUM_COUNTS, PeerMemory, buffer_bytes, merge_with_peers, needed_bytes
 from cute_kernels.merge.peers_spec import CTAS, FLAG_BYTES
-from tests.kit.mla_cases import generator
+from tests.kit.draws import generator, normal, uniform
 
 LIMIT_NS: Final = 20 * 10**9
 START: Final = 2**31 - 302
@@ -47,13 +47,13 @@ def partials(
 ) -> Partials:
     """Drawn alike on every rank. Some states are empty, with outputs of NaN, and so is one whole row."""
     gen = generator(seed, "cuda")
-    outs = torch.randn((world_size, *shape, d), generator=gen, dtype=torch.float32, device="cuda").to(dtype)
-    lses = 3 * torch.randn((world_size, *shape), generator=gen, dtype=torch.float32, device="cuda")
-    empty = torch.rand(lses.shape, generator=gen, dtype=torch.float32, device="cuda") < 0.2
+    outs = normal((world_size, *shape, d), gen).to(dtype)
+    lses = 3 * normal((world_size, *shape), gen)
+    empty = uniform(lses.shape, gen) < 0.2
     empty[:, 0, 0, seed % shape[-1]] = True
     outs[empty] = torch.nan
     lses[empty] = -torch.inf
-    sink = torch.randn(shape[-1], generator=gen, dtype=torch.float32, device="cuda") if has_sink else None
+    sink = normal(shape[-1:], gen) if has_sink else None
     return Partials(outs, lses, sink, *merge_states(outs, lses, s_aux=sink))
 
 

@@ -26,9 +26,10 @@ from cute_kernels import (
 from cute_kernels.compat import flash_mla
 from cute_kernels.sink.reference import reference_sink_attention
 from tests.kit.block_lists import listed_case
+from tests.kit.draws import generator, normal
 from tests.kit.gqa_cases import FOUR_BITS, gqa_case
 from tests.kit.index_cases import index_call
-from tests.kit.mla_cases import dense_case, generator, latent_tokens, sparse_case
+from tests.kit.mla_cases import dense_case, latent_tokens, sparse_case
 from tests.kit.sink_cases import SinkCase, sink_case
 
 Tensors = tuple[torch.Tensor, ...]
@@ -72,7 +73,7 @@ def case_of(make: Callable[..., Any], **options: Any) -> Callable[[str], dict[st
 
 
 def _normal(shape: tuple[int, ...], seed: int, device: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(shape, generator=generator(seed, device), dtype=torch.float32, device=device).to(dtype)
+    return normal(shape, generator(seed, device)).to(dtype)
 
 
 SPARSE = case_of(sparse_case, batch=3, h_q=16, s_q=2, topk=130, num_slots=512, lengths="query", sink="inf")

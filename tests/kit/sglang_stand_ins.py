@@ -13,6 +13,7 @@ import torch
 
 import fp8_mla
 from cute_kernels.integrations import sglang as plugin
+from tests.kit.draws import integers, normal
 
 HEADS, TOPK = 16, 32
 
@@ -142,10 +143,10 @@ def sparse_backend(**changes: Any) -> Any:
 def sparse_call(tokens: int = 3, heads: int = HEADS, device: str = "cpu") -> dict[str, Any]:
     """Arguments as SGLang's forward_decode passes them: by name, and the cache as rows of a pool."""
     generator = torch.Generator("cpu").manual_seed(1)
-    latents = torch.randn(128, 576, generator=generator, dtype=torch.float32, device="cpu").bfloat16()
+    latents = normal((128, 576), generator).bfloat16()
     rows = fp8_mla.pack(latents).view(128, 1, 656).view(torch.float8_e4m3fn)
-    slots = torch.randint(-1, 128, (tokens, TOPK), generator=generator, dtype=torch.int32, device="cpu")
-    q = torch.randn(tokens, heads * 576, generator=generator, dtype=torch.float32, device="cpu").bfloat16()
+    slots = integers(-1, 128, (tokens, TOPK), generator, torch.int32)
+    q = normal((tokens, heads * 576), generator).bfloat16()
     return {
         "q_all": q.to(device),
         "kv_cache": rows.to(device),
@@ -165,7 +166,7 @@ class Case:
         generator = torch.Generator("cpu").manual_seed(2)
 
         def draw(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").bfloat16().to(device)
+            return normal(shape, generator).bfloat16().to(device)
 
         self.pool = Pool(8 * 16, 2, d, torch.float8_e4m3fn if fp8 else torch.bfloat16, device)
         for rows in (self.pool.k, self.pool.v):

@@ -23,7 +23,7 @@ import torch
 
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
 from tests.kit.compare import Comparison, compare, rounding_noise, rounding_variance
-from tests.kit.mla_cases import generator
+from tests.kit.draws import generator, normal
 
 SINKS: Final = ("some", "none", "absent", "extreme", "large")
 """some: N(0,1). none: -inf. absent: no tensor. extreme: -inf, +inf, 40 and -40 in turn. large: 20 to 40."""
@@ -129,7 +129,7 @@ def sink_case(
     def rows(side: int, heads: int) -> torch.Tensor:
         total = sum(pair[side] for pair in lengths)
         shape = (total, heads) if packed else (len(lengths), total // max(1, len(lengths)), heads)
-        values = torch.randn((*shape, d), generator=gen, dtype=torch.float32, device=gen.device).to(dtype)
+        values = normal((*shape, d), gen).to(dtype)
         if not padded:
             return values
         wide = values.new_full((*shape, d + 8), math.nan)
@@ -137,7 +137,7 @@ def sink_case(
         return wide[..., :d]
 
     q, k, v, d_out = rows(0, h_q), rows(1, h_kv), rows(1, h_kv), rows(0, h_q)
-    drawn = torch.randn(h_q, generator=gen, dtype=torch.float32, device=gen.device)
+    drawn = normal((h_q,), gen)
     ends = [(0, 0), *itertools.accumulate(lengths, lambda a, b: (a[0] + b[0], a[1] + b[1]))]
     cu_q, cu_k = (
         torch.tensor([end[i] for end in ends], dtype=torch.int32, device=gen.device) if packed else None

@@ -16,7 +16,8 @@ import torch
 
 from fp8_mla import pack, read_pages, slots_from_block_table, write_pages
 from fp8_mla.formats import TokenFormat, as_format, format_of_cache
-from tests.kit.mla_cases import POISON_BYTE, DecodeCase, generator
+from tests.kit.draws import generator, normal, uniform
+from tests.kit.mla_cases import POISON_BYTE, DecodeCase
 
 TOKENS_PER_CHUNK: Final = 1 << 18
 """Tokens that are made at a time: 600 MB of float32 latents."""
@@ -49,13 +50,9 @@ class Family:
         return self.keys is None and not self.sorted
 
 
-def _uniform(shape: tuple[int, ...], gen: torch.Generator) -> torch.Tensor:
-    return torch.rand(shape, generator=gen, dtype=torch.float32, device=gen.device)
-
-
 def _powers(shape: tuple[int, ...], most: float, gen: torch.Generator) -> torch.Tensor:
     """Powers of two whose exponents are spread evenly over -most .. most."""
-    return torch.exp2(most * (2 * _uniform(shape, gen) - 1))
+    return torch.exp2(most * (2 * uniform(shape, gen) - 1))
 
 
 def _spread(least: float, most: float, number: int, like: torch.Tensor) -> torch.Tensor:
@@ -66,7 +63,7 @@ def _spread(least: float, most: float, number: int, like: torch.Tensor) -> torch
 def _one_of(period: int, factor: float, x: torch.Tensor, gen: torch.Generator) -> None:
     """Multiplies one row of each `period` rows; of fewer rows, one."""
     first = torch.arange(0, len(x), period, dtype=torch.int64, device=x.device)
-    place = (first + (period * _uniform((len(first),), gen)).long()).clamp_max(max(0, len(x) - 1))
+    place = (first + (period * uniform((len(first),), gen)).long()).clamp_max(max(0, len(x) - 1))
     x[place] *= factor
 
 
@@ -133,13 +130,13 @@ FAMILIES: Final = {
 @functools.cache
 def direction(d: int, device: torch.device) -> torch.Tensor:
     """(d,) float32 N(0,1): what queries of sorted families have in common, and keys are sorted by."""
-    drawn = torch.randn(d, generator=generator(DIRECTION_SEED), dtype=torch.float32, device="cpu")
+    drawn = normal((d,), generator(DIRECTION_SEED))
     return drawn.to(device)
 
 
 def query(family: str, shape: tuple[int, ...], gen: torch.Generator) -> torch.Tensor:
     """(..., heads, d) bfloat16 queries of a family."""
-    q = torch.randn(shape, generator=gen, dtype=torch.float32, device=gen.device)
+    q = normal(shape, gen)
     if (change := FAMILIES[family].query) is not None:
         change(q)
     return q.bfloat16()
@@ -165,7 +162,7 @@ def keys(
         groups: (n,) int64, ascending: which sequence a token belongs to, within which families may sort. None: one.
     """
     chosen = FAMILIES[family]
-    x = torch.randn(shape, generator=gen, dtype=torch.float32, device=gen.device)
+    x = normal(shape, gen)
     if chosen.keys is not None:
         chosen.keys(x, x[:, : quantized or shape[1]].unflatten(1, (-1, width)), gen)
     if not chosen.sorted:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from cute_kernels.integrations.vllm.calls import CODES, FP8_SCALED, INT4, INT8, scaled_token_bytes
+from tests.kit.draws import generator, normal
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 LIMITS = {"auto": 0.01, "fp8": 0.06, INT8: 0.02, FP8_SCALED: 0.06, INT4: 0.2}
@@ -87,10 +88,10 @@ class Batch:
 
 def draw_batch(lengths: list[int], queries: list[int], page_size: int, seed: int = 0) -> Batch:
     """Requests of these lengths, with so many query tokens each, over pages in random order."""
-    gen = torch.Generator(device="cpu").manual_seed(seed)
+    gen = generator(seed)
 
     def draw(tokens: int, heads: int) -> torch.Tensor:
-        return torch.randn(tokens, heads, HEAD_DIM, generator=gen, dtype=torch.float32, device="cpu").bfloat16()
+        return normal((tokens, heads, HEAD_DIM), gen).bfloat16()
 
     width = -(-max(lengths) // page_size)
     pages = len(lengths) * width + 1

@@ -12,6 +12,7 @@ from vllm.v1.attention.backends.mla import flashmla_sparse
 
 import fp8_mla
 from cute_kernels.integrations.vllm import gqa
+from tests.kit.draws import generator, integers, normal, uniform
 from tests.kit.vllm_batches import HEADS, KV_HEADS, Batch
 
 
@@ -87,20 +88,20 @@ def sparse_mla_layer(
         tokens: of each request.
         device: of all tensors.
     """
-    gen = torch.Generator(device="cpu").manual_seed(0)
+    gen = generator(0)
     impl: Any = object.__new__(impl_cls)
     impl.softmax_scale, impl.num_heads, impl.kv_cache_dtype = 0.1, heads, "fp8_ds_mla"
     impl.dcp_world_size, impl.need_to_return_lse_for_decode, impl.kv_lora_rank = 1, True, 512
     impl.fp8_decode_padded_heads = 64 if heads <= 64 else 128
     impl.index_group, impl.pcp_dcp_kv_gather = None, False  # 0.33
     count, pages = 2 * requests, -(-tokens // 64)
-    positions = torch.randint(0, tokens, (count, topk), generator=gen, dtype=torch.int32, device="cpu")
-    positions[torch.rand(positions.shape, generator=gen, dtype=torch.float32, device="cpu") < 0.01] = -1
+    positions = integers(0, tokens, (count, topk), gen, torch.int32)
+    positions[uniform(positions.shape, gen) < 0.01] = -1
     impl.topk_indices_buffer = positions.to(device)
     impl._convert_logical_to_physical_topk = lambda indices, m, **options: global_indices(
         m.req_id_per_token, m.block_table, indices, BLOCK_SIZE=64, **options
     )
-    latents = torch.randn(64 * 9, 576, generator=gen, dtype=torch.float32, device="cpu").bfloat16()
+    latents = normal((64 * 9, 576), gen).bfloat16()
     some = fp8_mla.pack(latents.view(9, 64, 576))  # packing is slow: repeated, in other pages
     cache = some[torch.arange(requests * pages + 1, dtype=torch.int64, device="cpu") % 9].to(device)
     metadata_cls = flashmla_sparse.FlashMLASparseMetadata
@@ -126,5 +127,5 @@ def sparse_mla_layer(
     }  # fmt: skip
     fields = {field.name for field in dataclasses.fields(metadata_cls)}
     metadata = metadata_cls(**{name: value for name, value in given.items() if name in fields})
-    q = torch.randn(count, heads, 576, generator=gen, dtype=torch.float32, device="cpu").bfloat16().to(device)
+    q = normal((count, heads, 576), gen).bfloat16().to(device)
     return SparseMlaLayer(impl, q, cache, metadata)

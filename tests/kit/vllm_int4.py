@@ -9,7 +9,7 @@ from vllm.v1.attention.ops import int4_per_token_head as theirs
 
 from cute_kernels.gqa.reference import quantize_rotated
 from cute_kernels.gqa.rotation_reference import rotate
-from tests.kit.mla_cases import generator
+from tests.kit.draws import generator, integers, normal
 
 TOKENS, HEADS, PAGE = 48, 2, 4
 CPU = torch.device("cpu")
@@ -19,8 +19,8 @@ def vectors(d: int) -> torch.Tensor:
     """(tokens, heads, d) bfloat16, whose rotations have both signs: of all sizes, integers, constants and zeros."""
     gen = generator(d, CPU)
     sizes = torch.logspace(-9, 9, TOKENS, dtype=torch.float32, device=CPU).view(-1, 1, 1)
-    x = torch.randn(TOKENS, HEADS, d, generator=gen, dtype=torch.float32, device=CPU) * sizes
-    x[10:30] = torch.randint(-9, 10, (20, HEADS, d), generator=gen, dtype=torch.int64, device=CPU)
+    x = normal((TOKENS, HEADS, d), gen) * sizes
+    x[10:30] = integers(-9, 10, (20, HEADS, d), gen)
     x[30], x[31], x[32] = 2.0, 0.0, -0.0
     x[33:36, :, 7] *= 50
     return x.bfloat16()

@@ -13,7 +13,7 @@ from typing import Any
 
 LIST = "list"
 """Key of a line that says which list of the record the line belongs to."""
-LONGEST = 1500
+LONGEST = 1800
 """Characters of a line, as far as that can be."""
 
 

@@ -132,27 +132,26 @@ COUNTS = ("tokens", "differ", "otherwise", "wrong")
 
 
 def mla(all_found: Sequence[Found]) -> list[str]:
-    """What the page for users has of sparse MLA: a row for each vLLM, card, model and whose runs ours are beside."""
-    sums: dict[tuple[str, str, str, str], dict[str, int]] = {}
+    """What the page for users has of sparse MLA: a row for each vLLM, model and whose runs ours are beside."""
+    sums: dict[tuple[str, str, str], dict[str, int]] = {}
     for found in all_found:
         for model, said in found.get("mla-tokens", {}).get("models", {}).items():
             for case in said["cases"]:
                 other = case["b"].split("-")[0]
                 if case["a"].startswith("ours") and other != "ours":
                     version = ".".join(found["versions"]["vllm"].split(".")[:2])
-                    key = version, card_slug(found["card"]).upper(), model, other
-                    row = sums.setdefault(key, dict.fromkeys(COUNTS, 0))
+                    row = sums.setdefault((version, model, other), dict.fromkeys(COUNTS, 0))
                     for name in COUNTS:
                         row[name] += case.get(name, 0)
-    header = ("vLLM", "card", "model", "compared with", "tokens", "others", "of other keys", "wrong")
+    header = ("vLLM", "model", "compared with", "tokens", "others", "of other keys", "wrong")
     return table(header, [[*key, *map(plain, row.values())] for key, row in sums.items()]) if sums else []
 
 
 def mla_tokens(found: Found) -> list[str]:
-    """Runs that were led along the same tokens, two at a time, over all rounds."""
+    """Runs of two engines that were led along the same tokens, over all rounds."""
     lines = []
     for model, said in found.get("mla-tokens", {}).get("models", {}).items():
-        for a, b in dict.fromkeys((case["a"], case["b"]) for case in said["cases"]):
+        for a, b in dict.fromkeys((case["a"], case["b"]) for case in said["cases"] if case["a"] != case["b"]):
             cases = [case for case in said["cases"] if (case["a"], case["b"]) == (a, b)]
             sums = (plain(sum(case.get(key, 0) for case in cases)) for key in COUNTS)
             most = (short(max(case[key] for case in cases)) for key in ("gap", "scores"))

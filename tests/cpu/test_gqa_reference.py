@@ -272,36 +272,6 @@ def test_keys_before_a_start_are_not_there():
             assert torch.equal(out[row], own_out[0]) and torch.equal(lse[row], own_lse[0])
 
 
-def test_alibi_by_hand():
-    """The slope times (key - query): the newest key has 0, whatever the softcap."""
-    slopes = torch.tensor([math.log(2.0), 0.0])
-    for softcap in (None, 0.001):
-        out, lse = reference_gqa_decode(**numbered(3, h_q=2), alibi_slopes=slopes, softcap=softcap)
-        assert out[0, 0, 0, :3].tolist() == pytest.approx([1 / 7, 2 / 7, 4 / 7], rel=1e-6)
-        assert out[0, 0, 1, :3].tolist() == pytest.approx([1 / 3] * 3)
-        assert lse[0, 0, 0].item() == pytest.approx(math.log(1.75), rel=1e-6)
-    per_row = reference_gqa_decode(**numbered(3, h_q=2), alibi_slopes=slopes.view(1, 2))
-    assert torch.equal(per_row[0], reference_gqa_decode(**numbered(3, h_q=2), alibi_slopes=slopes)[0])
-
-
-def test_softcap_by_hand():
-    call = numbered(1)
-    call["k_cache"] = torch.full_like(call["k_cache"], 2.0)
-    score = 64 * 2.0 * 64**-0.5
-    assert reference_gqa_decode(**call)[1].item() == pytest.approx(score)
-    assert reference_gqa_decode(**call, softcap=4.0)[1].item() == pytest.approx(4 * math.tanh(score / 4))
-    assert reference_gqa_decode(**call, softmax_scale=0.5)[1].item() == pytest.approx(64.0)
-
-
-def test_sink_by_hand():
-    call = numbered(4, h_q=3)
-    out, lse = reference_gqa_decode(**call, s_aux=torch.tensor([math.log(4.0), -INF, INF]))
-    assert out[0, 0, :, 0].tolist() == pytest.approx([0.125, 0.25, 0.0], rel=1e-6)
-    assert lse[0, 0].tolist() == pytest.approx([math.log(4.0)] * 3), "the log-sum-exp leaves the sink out"
-    empty, _ = reference_gqa_decode(**call, s_aux=torch.tensor([0.0, -INF, INF]), cache_seqlens=torch.tensor([0]))
-    assert (empty == 0).all()
-
-
 def test_a_nan_in_a_visible_key_is_not_hidden():
     """Nor does it reach the query that does not see it."""
     for cache in ("k_cache", "v_cache"):

@@ -14,13 +14,11 @@ from cute_kernels.gqa import launch as gqa_launch
 from cute_kernels.gqa import op as gqa_op
 from cute_kernels.gqa import request as gqa_request
 from cute_kernels.merge import op as merge_op
-from cute_kernels.merge.request import MERGE
 from cute_kernels.mla import append_op
 from cute_kernels.mla import launch as mla_launch
 from cute_kernels.mla import op as mla_op
 from cute_kernels.mla.request import DECODE
 from cute_kernels.runtime import workspace
-from cute_kernels.runtime.launch import PreparedLaunches
 from cute_kernels.sink import op as sink_op
 from cute_kernels.sink.request import FORWARD
 from tests.kit.bad_input import TABLES
@@ -421,18 +419,6 @@ def test_caches_that_lie_in_turn_are_compared_once(monkeypatch: pytest.MonkeyPat
 
 
 # ---- what goes to a kernel without its own checks
-
-
-def test_a_merge_of_six_dimensions_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel gets views, in which different shapes with equal sizes look the same: each call is checked."""
-    monkeypatch.setattr(merge_op, "_prepared", PreparedLaunches())
-    monkeypatch.setattr(merge_op, "require_sm90", lambda name, device: None)
-    monkeypatch.setattr(merge_op, "get_kernel", lambda spec: Kernel())
-    monkeypatch.setattr(merge_op.memory, "template", lambda shape, dtype, device: torch.empty(shape, device=device))
-    for dims, kept in ((5, 1), (6, 1), (7, 1)):
-        outs = torch.zeros((2,) * (dims - 1) + (64,), device="meta")
-        merge_op._launch(MERGE.request(outs=outs, lses=outs[..., 0]))
-        assert len(merge_op._prepared) == kept
 
 
 def test_only_what_the_prefill_would_take_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,7 +230,7 @@ def test_more_dimensions_than_the_kernel_takes(transposed, monkeypatch):
         outs, lses = outs.transpose(1, 2), lses.transpose(1, 2)
     for _ in range(2):
         out, lse = merge_states(outs, lses, s_aux=torch.randn(5, device="meta"))
-        assert out.shape == outs.shape[1:] and lse.shape == lses.shape[1:]
+        assert out.shape == outs.shape[1:] and lse.shape == lses.shape[1:] and not merge_op._prepared
         assert [tuple(t.shape) for t in seen.pop() if t is not None] == [
             (3, 8, 3, 5, 8), (3, 8, 3, 5), (5,), (8, 3, 5, 8), (8, 3, 5),
         ]  # fmt: skip

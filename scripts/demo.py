@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DeepseekV32Config
@@ -235,33 +235,18 @@ def measure(layer: Layer, traces: list[Trace], cache: PagedCache, *, sparse: boo
     latents = [trace.latents for trace in traces]
     latents_bf16 = [trace.latents.bfloat16() for trace in traces]
     picked = [trace.picked if sparse else None for trace in traces]
-    indices = cache.slots_of([trace.picked for trace in traces]) if sparse else None
-    block_table, seqlens = (None, None) if sparse else (cache.block_table, cache.seqlens)
+    keys: dict[str, Any] = {"block_table": cache.block_table, "cache_seqlens": cache.seqlens}
+    if sparse:
+        keys = {"indices": cache.slots_of([trace.picked for trace in traces])}
 
     def plain(query: torch.Tensor, latents: list[torch.Tensor]) -> torch.Tensor:
         return torch.stack([attend(*sequence, scale) for sequence in zip(query, latents, picked, strict=True)])
 
     def reference() -> torch.Tensor:
-        return fp8_mla.reference_decode(
-            query,
-            cache.pages,
-            indices=indices,
-            block_table=block_table,
-            cache_seqlens=seqlens,
-            softmax_scale=scale,
-            dtype=torch.float32,
-        )[0]
+        return fp8_mla.reference_decode(query, cache.pages, **keys, softmax_scale=scale, dtype=torch.float32)[0]
 
     def decode() -> torch.Tensor:
-        mla_fp8_decode(
-            query_bf16,
-            cache.pages,
-            indices=indices,
-            block_table=block_table,
-            cache_seqlens=seqlens,
-            softmax_scale=scale,
-            out=out,
-        )
+        mla_fp8_decode(query_bf16, cache.pages, **keys, softmax_scale=scale, out=out)
         return out
 
     def cell(way: Callable[[], torch.Tensor]) -> Cell:

@@ -12,19 +12,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels import (
-    gqa_decode,
-    index_append,
-    index_decode,
-    index_topk,
-    kv_append,
-    kv_int8_append,
-    merge_states,
-    mla_fp8_append,
-    mla_fp8_decode,
-    sink_attention,
-    sink_attention_backward,
-)
+import cute_kernels
 from cute_kernels.compat.flash_mla import flash_mla_with_kvcache
 from cute_kernels.gqa import request as gqa_request
 from cute_kernels.indexer import request as index_request
@@ -49,12 +37,19 @@ class Table:
 
     operator  behind the function; None for an adapter
     special   changes that the operator's table does not say
+    adapter   the function where there is no operator
     """
 
-    function: Callable[..., Any]
     operator: Operator | None
     right: Callable[[str], Call]
     special: Callable[[str], Wrong]
+    adapter: Callable[..., Any] | None = None
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The public one of the operator's name, or the adapter."""
+        found: Any = getattr(cute_kernels, self.operator.name) if self.operator else self.adapter
+        return found
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -287,27 +282,23 @@ def flash_wrong(device: str) -> Wrong:
 
 
 TABLES = {
-    "mla_fp8_decode, sparse": Table(mla_fp8_decode, mla_request.DECODE, sparse_call, sparse_wrong),
-    "mla_fp8_decode, dense": Table(mla_fp8_decode, mla_request.DECODE, dense_call, dense_wrong),
-    "mla_fp8_decode, planar pages": Table(mla_fp8_decode, mla_request.DECODE, latent.planar_call, latent.planar_wrong),
-    "mla_fp8_decode, two caches": Table(
-        mla_fp8_decode, mla_request.DECODE, latent.two_caches_call, latent.two_caches_wrong
-    ),
-    "mla_fp8_append": Table(mla_fp8_append, mla_request.APPEND, append_call, append_wrong),
-    "mla_fp8_append, planar pages": Table(mla_fp8_append, mla_request.APPEND, latent.append_call, latent.append_wrong),
-    "merge_states": Table(merge_states, merge_request.MERGE, merge_call, merge_wrong),
-    "gqa_decode": Table(gqa_decode, gqa_request.DECODE, gqa.gqa_call, gqa.gqa_wrong),
-    "gqa_decode, paged": Table(gqa_decode, gqa_request.DECODE, gqa.gqa_paged_call, gqa.gqa_paged_wrong),
-    "gqa_decode, blocks": Table(gqa_decode, gqa_request.DECODE, gqa.gqa_blocks_call, gqa.gqa_blocks_wrong),
-    "kv_int8_append": Table(kv_int8_append, gqa_request.INT8_APPEND, gqa.kv_append_call, gqa.kv_append_wrong),
-    "kv_append": Table(kv_append, gqa_request.APPEND, gqa.kv_kind_call, gqa.kv_kind_wrong),
-    "sink_attention": Table(sink_attention, sink_request.FORWARD, gqa.sink_call, gqa.sink_wrong),
-    "sink_attention, packed": Table(sink_attention, sink_request.FORWARD, gqa.sink_packed_call, gqa.sink_packed_wrong),
-    "sink_attention_backward": Table(
-        sink_attention_backward, sink_request.BACKWARD, gqa.sink_backward_call, gqa.sink_backward_wrong
-    ),
-    "index_append": Table(index_append, index_request.APPEND, index.append_call, index.append_wrong),
-    "index_decode": Table(index_decode, index_request.DECODE, index.decode_call, index.decode_wrong),
-    "index_topk": Table(index_topk, index_request.TOPK, index.topk_call, index.topk_wrong),
-    "flash_mla_with_kvcache": Table(flash_mla_with_kvcache, None, flash_call, flash_wrong),
+    "mla_fp8_decode, sparse": Table(mla_request.DECODE, sparse_call, sparse_wrong),
+    "mla_fp8_decode, dense": Table(mla_request.DECODE, dense_call, dense_wrong),
+    "mla_fp8_decode, planar pages": Table(mla_request.DECODE, latent.planar_call, latent.planar_wrong),
+    "mla_fp8_decode, two caches": Table(mla_request.DECODE, latent.two_caches_call, latent.two_caches_wrong),
+    "mla_fp8_append": Table(mla_request.APPEND, append_call, append_wrong),
+    "mla_fp8_append, planar pages": Table(mla_request.APPEND, latent.append_call, latent.append_wrong),
+    "merge_states": Table(merge_request.MERGE, merge_call, merge_wrong),
+    "gqa_decode": Table(gqa_request.DECODE, gqa.gqa_call, gqa.gqa_wrong),
+    "gqa_decode, paged": Table(gqa_request.DECODE, gqa.gqa_paged_call, gqa.gqa_paged_wrong),
+    "gqa_decode, blocks": Table(gqa_request.DECODE, gqa.gqa_blocks_call, gqa.gqa_blocks_wrong),
+    "kv_int8_append": Table(gqa_request.INT8_APPEND, gqa.kv_append_call, gqa.kv_append_wrong),
+    "kv_append": Table(gqa_request.APPEND, gqa.kv_kind_call, gqa.kv_kind_wrong),
+    "sink_attention": Table(sink_request.FORWARD, gqa.sink_call, gqa.sink_wrong),
+    "sink_attention, packed": Table(sink_request.FORWARD, gqa.sink_packed_call, gqa.sink_packed_wrong),
+    "sink_attention_backward": Table(sink_request.BACKWARD, gqa.sink_backward_call, gqa.sink_backward_wrong),
+    "index_append": Table(index_request.APPEND, index.append_call, index.append_wrong),
+    "index_decode": Table(index_request.DECODE, index.decode_call, index.decode_wrong),
+    "index_topk": Table(index_request.TOPK, index.topk_call, index.topk_wrong),
+    "flash_mla_with_kvcache": Table(None, flash_call, flash_wrong, flash_mla_with_kvcache),
 }

@@ -1,5 +1,6 @@
 """Tensors that name their dtype and device, and the same with something wrong about them, for tables of bad input."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -22,12 +23,7 @@ def zeros(device: str, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def floats(device: str, *shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)
-
-
-def ints(device: str, *shape: int, dtype: torch.dtype = I32) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)
+floats, ints = functools.partial(zeros, dtype=F32), functools.partial(zeros, dtype=I32)
 
 
 def nans(device: str, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:

@@ -32,18 +32,13 @@ def paragraphs(*blocks: list[str]) -> list[str]:
     return lines
 
 
-def marks(name: str) -> tuple[str, str]:
-    """What stands before and after the block of that name."""
-    return f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-
-
 def split(text: str, name: str) -> tuple[str, str, str]:
     """A page up to the first mark of a block, what is between both, and the page from the second one on.
 
     Raises:
         ValueError: a mark is missing, occurs twice, or they are in the wrong order.
     """
-    begin, end = marks(name)
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
         raise ValueError(f"needs {begin} and then {end}, once each: a page needs one pair of marks")
     head, rest = text.split(begin)

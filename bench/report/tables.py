@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from bench.kernels_run import mark
 from bench.records import MORE_TOOLS, SANITIZER_TOOLS, case_name
@@ -54,13 +54,8 @@ def _cell(column: str, case: Case) -> str:
 def dense(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """A table without the columns that no row has a figure for; nothing where there is no row."""
     kept = [place for place in range(len(header)) if any(row[place] != MISSING for row in rows)]
-    return markdown.table(*_picked(header, rows, kept)) if rows else []
-
-
-def _picked(
-    header: Sequence[str], rows: Iterable[Sequence[str]], kept: Sequence[int]
-) -> tuple[list[str], list[list[str]]]:
-    return [header[place] for place in kept], [[row[place] for place in kept] for row in rows]
+    names, *picked = ([row[place] for place in kept] for row in (header, *rows))
+    return markdown.table(names, picked) if rows else []
 
 
 # ---- the run
@@ -153,16 +148,14 @@ def power(record: Record) -> list[str]:
     rows = []
     for case in cases_of(record, "mla_fp8_decode"):
         if "watts" in case:
-            cells = [cell for entry in (case, peer_of(case)) for cell in _power(entry, figures)]
-            rows.append([name(case) + mark(case), *cells, hundredths(peer_of(case).get("ratio_loaded_alone"))])
+            cells = [name(case) + mark(case)]
+            for entry in (case, peer_of(case)):
+                watts, us = entry.get("watts"), entry.get("us_loaded_alone")
+                energy = None if watts is None or us is None else watts * us * 1e-3
+                cells += [*(short(entry.get(key)) for key in figures), short(energy)]
+            rows.append([*cells, hundredths(peer_of(case).get("ratio_loaded_alone"))])
     own = [*figures.values(), "mJ a call"]
     return dense(["case", *own, *(f"FlashMLA: {column}" for column in own), "its time / ours"], rows)
-
-
-def _power(entry: Case, figures: Iterable[str]) -> list[str]:
-    watts, us = entry.get("watts"), entry.get("us_loaded_alone")
-    energy = None if watts is None or us is None else watts * us * 1e-3
-    return [*(short(entry.get(key)) for key in figures), short(energy)]
 
 
 def crossover(record: Record) -> list[str]:

@@ -37,9 +37,7 @@ class StreamSpec:
         return {"registers": 96, "instructions": ("UBLKCP", "LDS.128")}
 
 
-def measure_ceilings(
-    *, stream_bytes: int = STREAM_BYTES, gemm_size: int = GEMM_SIZE, device: str = "cuda"
-) -> dict[str, float]:
+def measure_ceilings() -> dict[str, float]:
     """Measures the ceilings of this card, in the units of a results file.
 
     Returns:
@@ -47,29 +45,29 @@ def measure_ceilings(
         bench/stream.py, left out where it does not run or is wrong). copy_GBps: device-to-device copy,
         bytes read plus bytes written. bf16_gemm_TFLOPs: an 8192^3 product of random numbers (zeros would run faster).
     """
-    ways = stream_rates(stream_bytes, device)
-    a, b = (torch.randn((gemm_size, gemm_size), dtype=torch.float32, device=device).bfloat16() for _ in range(2))
+    ways = stream_rates()
+    a, b = (torch.randn((GEMM_SIZE, GEMM_SIZE), dtype=torch.float32, device="cuda").bfloat16() for _ in range(2))
     product = torch.empty_like(a)
-    flops = 2 * gemm_size**3 / time_eager(functools.partial(torch.mm, a, b, out=product), 20)
+    flops = 2 * GEMM_SIZE**3 / time_eager(functools.partial(torch.mm, a, b, out=product), 20)
     rates = {f"{name}_GBps": rate for name, rate in ways.items()}
     found = {"read_GBps": max(ways.values()), **rates, "bf16_gemm_TFLOPs": flops / 1e12}
     return {name: round(value, 1) for name, value in found.items()}
 
 
-def stream_rates(stream_bytes: int, device: str, reader: Callable[..., Any] | None = None) -> dict[str, float]:
-    """GB/s of each of `WAYS`; `reader`: in place of the compiled kernel."""
-    data = torch.rand(stream_bytes // 4, dtype=torch.float32, device=device)
+def stream_rates() -> dict[str, float]:
+    """GB/s of each of `WAYS`."""
+    data = torch.rand(STREAM_BYTES // 4, dtype=torch.float32, device="cuda")
     target, source = data.chunk(2)
     ways: dict[str, Call] = {"sum": data.sum}
     try:
-        ways["tma"] = reader_call(data, reader or compile_kernel(StreamSpec()))
+        ways["tma"] = reader_call(data, compile_kernel(StreamSpec()))
     except Exception as error:  # the other two are ceilings without it
         print(f"no reader by TMA: {type(error).__name__}: {error}"[:300], flush=True)
     graphs = {name: prepare([call]) for name, call in ways.items()}
     # eager: captured in a graph, the same call moves 2782 GB/s instead of 4262 on an H200
     graphs["copy"] = prepare_eager([functools.partial(target.copy_, source)])
     timings = time_together(graphs, sustained=False)
-    return {name: stream_bytes / timing.us / 1e3 for name, timing in timings.items()}
+    return {name: STREAM_BYTES / timing.us / 1e3 for name, timing in timings.items()}
 
 
 def reader_call(data: torch.Tensor, kernel: Callable[..., Any]) -> Call:

@@ -197,9 +197,9 @@ def _small_graph(calls: int, device: int) -> Call:
 # ---- timing
 
 
-def time_calls(calls: Sequence[Call], *, expected: Expected | None = None, sustained: bool = True) -> Timing:
+def time_calls(calls: Sequence[Call], *, sustained: bool = True) -> Timing:
     """`time_together` of one computation."""
-    return time_together({"": prepare(calls, expected=expected)}, sustained=sustained)[""]
+    return time_together({"": prepare(calls)}, sustained=sustained)[""]
 
 
 def time_together(

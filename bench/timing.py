@@ -102,9 +102,9 @@ def _tensors(results: Any) -> tuple[torch.Tensor, ...]:
     return (results,) if isinstance(results, torch.Tensor) else tuple(results)
 
 
-def sets_to_outgrow_l2(bytes_per_call: int, *, device: torch.device | str = "cuda", most: int = 64) -> int:
+def sets_to_outgrow_l2(bytes_per_call: int, *, most: int = 64) -> int:
     """How many input sets of that size exceed twice the L2 cache; at least 2, at most `most`."""
-    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    l2_bytes = torch.cuda.get_device_properties("cuda").L2_cache_size
     return max(2, min(most, -(-2 * l2_bytes // max(1, bytes_per_call))))
 
 

@@ -67,9 +67,9 @@ class Subject(NamedTuple):
     together: int = len(FAMILIES)
 
 
-def subjects(quick: bool = False, only: str | None = None, device: str = "cuda") -> list[Subject]:
+def subjects(quick: bool = False, only: str | None = None) -> list[Subject]:
     """All cases, or few, or those whose name matches."""
-    caches, pool = mla.Caches(device), gqa.Pool(device)
+    caches, pool = mla.Caches(), gqa.Pool()
     of_gqa = [gqa.GqaDecodeCase(16, 4096, scales, kv_dtype=kv_dtype) for kv_dtype, scales in KINDS_OF_CACHE]
     of_sink = [sink.SinkAttentionCase(4096, 64, 8, 64, backward=backward) for backward in (False, True)]
     found = [
@@ -77,7 +77,7 @@ def subjects(quick: bool = False, only: str | None = None, device: str = "cuda")
         for case in selected(mla.DECODE_CASES, quick, only)
     ]
     found += [Subject(case, pool) for case in selected(of_gqa, quick, only)]
-    return found + [Subject(case, device, together=SINKS_TOGETHER) for case in selected(of_sink, quick, only)]
+    return found + [Subject(case, "cuda", together=SINKS_TOGETHER) for case in selected(of_sink, quick, only)]
 
 
 def run(subject: Subject) -> Record:

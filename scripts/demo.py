@@ -125,7 +125,7 @@ class Found(NamedTuple):
 class Layer:
     """A DeepSeek-V3.2 attention layer with random weights over a byte-level embedding, float32."""
 
-    def __init__(self, size: Size, device: torch.device, seed: int = 0) -> None:
+    def __init__(self, size: Size, device: torch.device) -> None:
         config = DeepseekV32Config(
             num_hidden_layers=1,
             hidden_size=size.hidden,
@@ -138,7 +138,7 @@ class Layer:
             attn_implementation="eager",
         )
         self.next_tokens = size.next_tokens
-        generator = torch.Generator(device).manual_seed(seed)
+        generator = torch.Generator(device).manual_seed(0)
         with torch.device(device):
             self.attention = DeepseekV32Attention(config, layer_idx=0).eval().requires_grad_(False)
             self.rotary = DeepseekV32RotaryEmbedding(config)

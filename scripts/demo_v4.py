@@ -90,7 +90,7 @@ class Trace(NamedTuple):
 class Layer:
     """A DeepSeek-V4 attention layer with random weights over a byte-level embedding, float32."""
 
-    def __init__(self, kind: Kind, size: Size, device: torch.device, seed: int = 0) -> None:
+    def __init__(self, kind: Kind, size: Size, device: torch.device) -> None:
         config = DeepseekV4Config(
             num_hidden_layers=1,
             hidden_size=size.hidden,
@@ -104,7 +104,7 @@ class Layer:
             attn_implementation="eager",
         )
         self.size = size
-        generator = torch.Generator(device).manual_seed(seed)
+        generator = torch.Generator(device).manual_seed(0)
         with torch.device(device):
             self.attention = DeepseekV4Attention(config, layer_idx=0).eval().requires_grad_(False)
             self.rotary = DeepseekV4RotaryEmbedding(config)

@@ -217,9 +217,9 @@ def build(name: str, seed: int, size: Size | None = None) -> Any:
     return model.to(dtype=torch.float32, device="cpu").eval()
 
 
-def logits(model: Any, tokens: torch.Tensor, caches: Sequence[Attend] | None = None, start: int = 0) -> torch.Tensor:
-    """(batch, tokens, vocabulary) of (batch, tokens) int64, the first of which stands at position `start`."""
-    positions = torch.arange(start, start + tokens.shape[1], dtype=torch.int64, device="cpu").unsqueeze(0)
+def logits(model: Any, tokens: torch.Tensor, caches: Sequence[Attend] | None = None) -> torch.Tensor:
+    """(batch, tokens, vocabulary) of (batch, tokens) int64."""
+    positions = torch.arange(tokens.shape[1], dtype=torch.int64, device="cpu").unsqueeze(0)
     return model(input_ids=tokens, position_ids=positions, caches=caches, use_cache=False).logits
 
 
@@ -267,8 +267,8 @@ def train(model: Any, text: torch.Tensor, how: Training, after_step: Callable[[i
 
 
 @torch.no_grad()
-def add_outliers(model: Any, factor: float = OUTLIER) -> None:
-    """Make some channels of the keys `factor` times as large, and what reads them as much smaller, in place.
+def add_outliers(model: Any) -> None:
+    """Make some channels of the keys `OUTLIER` times as large, and what reads them as much smaller, in place.
 
     The model's function stays the same: with a power of two float32 computes the same numbers.
 
@@ -281,11 +281,11 @@ def add_outliers(model: Any, factor: float = OUTLIER) -> None:
         if isinstance(attention, V3Attention | V4Attention):
             size = attention.kv_norm.weight.abs()[: V4.nope_dim]
             tiles = [tile.argmax() + 128 * i for i, tile in enumerate(size.split(128))]
-            attention.widen(torch.stack(tiles), factor)
+            attention.widen(torch.stack(tiles), OUTLIER)
             continue
         ratio = attention.num_key_value_groups
         keys = attention.k_proj.weight[:HEAD_DIM].norm(dim=1)
         pair = int((keys[: HEAD_DIM // 2] + keys[HEAD_DIM // 2 :]).argmax())
         channels = torch.tensor([pair, pair + HEAD_DIM // 2], dtype=torch.int64, device="cpu")
-        attention.k_proj.weight[channels] *= factor
-        attention.q_proj.weight.unflatten(0, (-1, HEAD_DIM))[:ratio, channels] /= factor
+        attention.k_proj.weight[channels] *= OUTLIER
+        attention.q_proj.weight.unflatten(0, (-1, HEAD_DIM))[:ratio, channels] /= OUTLIER

@@ -80,16 +80,9 @@ def is_held_out(document: str) -> bool:
     return hashlib.sha256(document.encode()).digest()[0] < HELD_OUT
 
 
-def collect(stdlib: pathlib.Path | None = None) -> Corpus:
-    """All documents of this Python.
-
-    Args:
-        stdlib: where the standard library is; default: that of this Python.
-
-    Raises:
-        ValueError: nothing is held out, or nothing is left.
-    """
-    root = pathlib.Path(sysconfig.get_path("stdlib")) if stdlib is None else stdlib
+def collect() -> Corpus:
+    """All documents of this Python."""
+    root = pathlib.Path(sysconfig.get_path("stdlib"))
     sources = {"licence": licence(root), "pydoc topics": topics(), "docstrings": docstrings(root)}
     seen: set[str] = set()
     parts: dict[bool, list[str]] = {False: [], True: []}
@@ -101,8 +94,6 @@ def collect(stdlib: pathlib.Path | None = None) -> Corpus:
                 parts[is_held_out(document)].append(document)
                 characters[name] += len(document)
     train, held_out = (BETWEEN.join(parts[key]).encode() for key in (False, True))
-    if not train or not held_out:
-        raise ValueError(f"stdlib: got {len(seen)} documents below {root}; needs some to train on and some held out")
     digest = hashlib.sha256(hashlib.sha256(train).digest() + hashlib.sha256(held_out).digest())
     return Corpus(train, held_out, characters, digest.hexdigest()[:16])
 

@@ -98,9 +98,9 @@ class Model:
         return False
 
 
-def extended(model: Model, rows: Sequence[Mapping[str, Any]], seed: int = 0) -> list[Row]:
+def extended(model: Model, rows: Sequence[Mapping[str, Any]]) -> list[Row]:
     """The rows that keep the rules, and more of them until nothing is missing; each is made around what is missing."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     kept = [dict(row) for row in rows if set(row) == set(model.factors) and model.keeps_rules(row)]
     while lacking := uncovered(model, kept):
         row = model.complete(lacking[0], rng)

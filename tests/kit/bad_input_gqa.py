@@ -29,11 +29,9 @@ def of_dim(device: str, d: int, four_bits: Collection[str] = ()) -> dict[str, to
     return {f"{which}_cache": cache(device, "BNSH", dtype=dtype, d=row) for which, (dtype, row) in sizes.items()}
 
 
-def scale(device: str, layout: str, dtype: torch.dtype = F32) -> torch.Tensor:
+def scale(device: str, layout: str) -> torch.Tensor:
     """Per token and head."""
-    return torch.ones(
-        [SIZES[axis] for axis in LAYOUTS[layout].scale_axes("per_token_head")], dtype=dtype, device=device
-    )
+    return torch.ones([SIZES[axis] for axis in LAYOUTS[layout].scale_axes("per_token_head")], dtype=F32, device=device)
 
 
 def gqa_call(device: str, layout: str = "BNSH", dtype: torch.dtype = I8) -> Call:

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 import torch
 
 from fp8_mla import read_pages
-from fp8_mla.formats import V3_2, TokenFormat, as_format
+from fp8_mla.formats import V3_2
 from fp8_mla.slots import valid_slots
 from tests.kit.mla_cases import DecodeCase
 
@@ -103,31 +103,26 @@ def key_tiles(scales: torch.Tensor) -> Iterator[KeyTile]:
         )
 
 
-def needs_second_way(q: torch.Tensor, token_format: TokenFormat | str = V3_2) -> torch.Tensor:
+def needs_second_way(q: torch.Tensor) -> torch.Tensor:
     """(heads,) bool: heads of q (heads, d) that one power of two cannot bring into float16 for all quant tiles."""
-    made = as_format(token_format)
-    nope, rope = q[:, : made.nope_dim].float().abs(), q[:, made.nope_dim :].float().abs()
-    peaks = nope.unflatten(1, (-1, made.quant_tile)).amax(dim=-1)
+    nope, rope = q[:, : V3_2.nope_dim].float().abs(), q[:, V3_2.nope_dim :].float().abs()
+    peaks = nope.unflatten(1, (-1, V3_2.quant_tile)).amax(dim=-1)
     power = exponent(peaks.amax(dim=1)) - Q_PEAK_EXPONENT
-    if made.rope_dim:
-        power = torch.maximum(power, exponent(rope.amax(dim=1)) - Q_ROPE_EXPONENT)
+    power = torch.maximum(power, exponent(rope.amax(dim=1)) - Q_ROPE_EXPONENT)
     power = power.clamp(-Q_LARGEST_POWER, Q_LARGEST_POWER)
     quiet = (peaks > 0) & (exponent(peaks) - power.unsqueeze(1) < Q_QUIET_EXPONENT)
     return quiet.any(dim=1)
 
 
-def slow_tiles(
-    scales: torch.Tensor, q: torch.Tensor | None = None, token_format: TokenFormat | str = V3_2
-) -> SlowTiles:
+def slow_tiles(scales: torch.Tensor, q: torch.Tensor | None = None) -> SlowTiles:
     """Counts the slow key tiles of one work tile.
 
     Args:
         scales: (keys, tiles) float32 in the order of the keys; 0 for keys that are masked.
         q: (heads, d), the heads of a CTA. None: its scores need no second way.
-        token_format: of the cache, with float32 scales.
     """
     tiles = list(key_tiles(scales))
-    every = q is not None and bool(needs_second_way(q, token_format).any())
+    every = q is not None and bool(needs_second_way(q).any())
     return SlowTiles(
         qk=sum(every or tile.qk_slow for tile in tiles),
         pv=sum(tile.pv_slow for tile in tiles),
@@ -137,10 +132,10 @@ def slow_tiles(
     )
 
 
-def scales_of(case: DecodeCase, row: int, query: int, token_format: TokenFormat | str = V3_2) -> torch.Tensor:
+def scales_of(case: DecodeCase, row: int, query: int) -> torch.Tensor:
     """(topk, tiles) float32 scales of the keys of one query of a sparse decode, 0 where a key is masked."""
     assert case.indices is not None
-    made, slots = as_format(token_format), case.indices[row, query].long()
+    slots = case.indices[row, query].long()
     seen = valid_slots(slots, case.kv_cache.shape[0] * case.kv_cache.shape[1])
     if case.topk_length is not None:
         length = case.topk_length.view(len(case.indices), -1)
@@ -148,7 +143,7 @@ def scales_of(case: DecodeCase, row: int, query: int, token_format: TokenFormat 
             torch.arange(len(slots), dtype=torch.int64, device=slots.device)
             < length[row, min(query, length.shape[1] - 1)]
         )
-    start = made.start(made.scales)
-    packed = read_pages(case.kv_cache, slots, token_format=made, cache_layout=case.cache_layout)
-    scales = packed[:, start : start + made.scales.num_bytes].contiguous().view(torch.float32)
+    start = V3_2.start(V3_2.scales)
+    packed = read_pages(case.kv_cache, slots, token_format=V3_2, cache_layout=case.cache_layout)
+    scales = packed[:, start : start + V3_2.scales.num_bytes].contiguous().view(torch.float32)
     return torch.where(seen.unsqueeze(1), scales, 0.0)

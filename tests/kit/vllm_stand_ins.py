@@ -145,7 +145,7 @@ class Log:
 
 
 @contextlib.contextmanager
-def installed(monkeypatch: pytest.MonkeyPatch, version: str = "0.26.0") -> Iterator[types.SimpleNamespace]:
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
     """Modules in the places of vLLM's; gives the members of its enum. Ours are loaded anew, before and after."""
     attention = "v1.attention.backends"
     sparse = f"{attention}.mla.flashmla_sparse"
@@ -157,7 +157,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str = "0.26.0") -> Itera
     capability = types.SimpleNamespace(major=9, minor=0)
     nothing: Any = lambda *args, **kwargs: None  # noqa: E731
     members: dict[str, dict[str, Any]] = {
-        "": {"__version__": version},
+        "": {"__version__": "0.26.0"},
         "config": {"get_current_vllm_config": nothing, "get_current_vllm_config_or_none": nothing},
         "distributed": {"get_dcp_group": nothing},
         "envs": {"VLLM_BATCH_INVARIANT": False},

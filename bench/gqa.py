@@ -61,12 +61,6 @@ def scales_of_token(scales: str, h_kv: int, d: int) -> int:
     return {"per_token": 1, "per_token_head": h_kv, "per_group": h_kv * d // max(1, kind.group_size)}[kind.granularity]
 
 
-def cache_shapes(layout: str, sizes: CacheSizes, itemsize: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of "k_cache" and "v_cache"."""
-    named = LAYOUTS[layout]
-    return {"k_cache": named.shape("k", sizes, itemsize), "v_cache": named.shape("v", sizes, itemsize)}
-
-
 class Pool:
     """Random codes; caches of all cases are views of them. Made at the first request, remade when a case needs more."""
 
@@ -375,9 +369,10 @@ class GqaAppendCase(Case):
         scale_shape = scale_shapes(LAYOUTS[self.layout], sizes)[SCALE_NAMES[self.scales]]
         # given scales: the largest code is 4 standard deviations, so that some values are clamped
         first = 0.0 if has_token_scales(self.scales) else 4 / 127
-        for name, cache_shape in cache_shapes(self.layout, sizes, 1).items():
-            call[name] = torch.zeros(cache_shape, dtype=torch.int8, device=device)
-            call[f"{name[0]}_scale"] = torch.full(scale_shape, first, dtype=torch.float16, device=device)
+        for which in types_of("int8"):
+            cache_shape = LAYOUTS[self.layout].shape(which, sizes, 1)
+            call[f"{which}_cache"] = torch.zeros(cache_shape, dtype=torch.int8, device=device)
+            call[f"{which}_scale"] = torch.full(scale_shape, first, dtype=torch.float16, device=device)
         # without pages, sequences in order, as a prefill writes them; with pages, shuffled pages
         starts = torch.arange(sizes.outer, device=device)
         if self.page_size:

@@ -33,17 +33,17 @@ def read(path: pathlib.Path) -> dict[str, Any]:
 
 def write(record: Mapping[str, Any], path: pathlib.Path) -> None:
     """Writes a record whole or not at all: a reader never sees half a file."""
-    lists = {name: value for name, value in record.items() if _is_list_of_entries(value)}
+    lists = {
+        name: value
+        for name, value in record.items()
+        if isinstance(value, list) and value and all(isinstance(entry, Mapping) for entry in value)
+    }
     rows = [{name: value for name, value in record.items() if name not in lists}]
     rows += [{LIST: name, **entry} for name, entries in lists.items() for entry in entries]
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     draft.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows), encoding="utf-8")
     draft.replace(path)
-
-
-def _is_list_of_entries(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(entry, Mapping) for entry in value)
 
 
 def folded(value: Any) -> str:

@@ -66,7 +66,7 @@ def measured(record: Record) -> list[str]:
     exchanges = [
         [
             str(case["batch"]), case["heads"], short(case["received_bytes"] / 1e3),
-            short(case["symmetric_us"]), short(_finite(paper.symmetric_us())),
+            short(case["symmetric_us"]), short(us if math.isfinite(us := paper.symmetric_us()) else None),
             short(case["collective_us"]), short(paper.collective_us()),
             f"{case['received_bytes'] / case['symmetric_us'] / 1e3:.0f}",
         ]
@@ -99,10 +99,6 @@ def speeds(found: Sequence[Record]) -> list[str]:
             label = f"{OPS[case['op']]}, {case['batch']} x {case['keys']}"
             rows.setdefault(label, []).extend([short(case["us"]), *ratios])
     return markdown.table(header, ([label, *cells] for label, cells in rows.items())) if rows else []
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 # ---- on paper

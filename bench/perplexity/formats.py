@@ -198,12 +198,6 @@ class LatentCache:
         return causal_attention(q.float(), keys, keys[..., : fp8_mla.V_DIM], softmax_scale).bfloat16().float()
 
 
-def latent_bytes(name: str, d_qk: int) -> int:
-    """Of a token, all heads."""
-    plain = {"float32": 4, "bfloat16": 2}
-    return plain[name] * d_qk if name in plain else fp8_mla.FORMATS[name].token_bytes
-
-
 # ---- all formats of a model
 
 
@@ -226,9 +220,9 @@ def ways(model_name: str, model: Any, calibration: torch.Tensor) -> list[Way]:
     number = len(model.model.layers)
     if model_name in LATENT_FORMATS:
         d_qk = LATENT_D_QK[model_name]
-        return [
-            Way(name, latent_bytes(name, d_qk), [LatentCache(name)] * number) for name in LATENT_FORMATS[model_name]
-        ]
+        num_bytes = {"float32": 4 * d_qk, "bfloat16": 2 * d_qk}
+        num_bytes |= {name: made.token_bytes for name, made in fp8_mla.FORMATS.items()}
+        return [Way(name, num_bytes[name], [LatentCache(name)] * number) for name in LATENT_FORMATS[model_name]]
     recorders = [Recorder() for _ in range(number)]
     with torch.no_grad():
         logits(model, calibration, recorders)

@@ -75,11 +75,6 @@ def docstrings(stdlib: pathlib.Path) -> Iterator[str]:
                     yield found
 
 
-def is_held_out(document: str) -> bool:
-    """Whether a document is kept from training: its digest decides, so that its place does not."""
-    return hashlib.sha256(document.encode()).digest()[0] < HELD_OUT
-
-
 def collect() -> Corpus:
     """All documents of this Python."""
     root = pathlib.Path(sysconfig.get_path("stdlib"))
@@ -91,7 +86,8 @@ def collect() -> Corpus:
         for document in documents:
             if document not in seen:
                 seen.add(document)
-                parts[is_held_out(document)].append(document)
+                # the digest of a document decides, so that its place does not
+                parts[hashlib.sha256(document.encode()).digest()[0] < HELD_OUT].append(document)
                 characters[name] += len(document)
     train, held_out = (BETWEEN.join(parts[key]).encode() for key in (False, True))
     digest = hashlib.sha256(hashlib.sha256(train).digest() + hashlib.sha256(held_out).digest())

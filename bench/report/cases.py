@@ -58,20 +58,11 @@ def heads(case: Case) -> str:
 
 
 def _gqa_name(case: Case) -> str:
-    return f"{variant(case)}, {size(case)}"
-
-
-def variant(case: Case) -> str:
-    """Dtype, scales and layout of a GQA cache, whatever its size."""
+    """Dtype, scales and layout of the cache, batch and length, and what else is not as in most cases."""
     scales = "" if case["scales"] == "none" else f" {case['scales'].replace('_', ' ')}"
     layout = f"{case['layout']} {case['page_size']}" if "page_size" in case else case["layout"]
-    return f"{case['kv_dtype']}{scales}, {layout}"
-
-
-def size(case: Case) -> str:
-    """Batch and length, and what else is not as in most GQA cases."""
     unusual = [f"{key} {case[key]}" for key, value in USUAL.items() if case.get(key, value) != value]
-    return ", ".join([f"{case['batch']} x {case['s_k']}", *unusual])
+    return ", ".join([f"{case['kv_dtype']}{scales}", layout, f"{case['batch']} x {case['s_k']}", *unusual])
 
 
 def _sink_name(case: Case) -> str:

@@ -59,18 +59,15 @@ def speeds(part: str, records: Sequence[Record]) -> list[str]:
         first = next((case for case in found if case is not None), None)
         if first is not None:
             older = next((mark(case) for case in found if mark(case)), "")
+            label = f"`{first['op']}`, {name(first)}" if is_readme else name(first)
             cells = [cell for pair in map(_figures, records, found) for cell in pair]
-            rows.append([_label(part, first) + older, *cells, *[scientific(first.get("rel_err"))] * is_readme])
+            rows.append([label + older, *cells, *[scientific(first.get("rel_err"))] * is_readme])
     return markdown.table([*header, *["error against float64"] * is_readme], rows) if rows else []
 
 
 def find(record: Record, case: Any) -> Case | None:
     """What a record has of a case of the benchmark; None if it has nothing."""
     return find_case(record, case.key)
-
-
-def _label(part: str, case: Case) -> str:
-    return f"`{case['op']}`, {name(case)}" if part == "headlines" else name(case)
 
 
 def _figures(record: Record, case: Case | None) -> tuple[str, str]:

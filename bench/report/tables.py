@@ -43,12 +43,11 @@ COLUMNS: dict[str, Callable[[Case], str]] = {
 
 def case_table(title: str, cases: Sequence[Case]) -> list[str]:
     """A row a case. One that failed has its errors and no figure."""
-    rows = [[name(case) + mark(case), *(_cell(column, case) for column in COLUMNS)] for case in cases]
+    rows = []
+    for case in cases:
+        shown = ("us", *ERRORS) if "failed" in case else COLUMNS
+        rows.append([name(case) + mark(case), *(COLUMNS[one](case) if one in shown else MISSING for one in COLUMNS)])
     return dense([title, *COLUMNS], rows)
-
-
-def _cell(column: str, case: Case) -> str:
-    return COLUMNS[column](case) if "failed" not in case or column in ("us", *ERRORS) else MISSING
 
 
 def dense(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

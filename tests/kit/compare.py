@@ -51,7 +51,6 @@ The rest. Infinities and NaNs must stand in the same places, with the same sign.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -353,7 +352,9 @@ def bf16_yardstick(
     whole = (out, lse, noise, shared)
     sink = None if s_aux is None else s_aux.float().repeat(seen.shape[1])
     sides = [_Side(token_format, rows_of, slots)] + ([second] if second is not None else [])
-    for rows in _chunks(slots.shape[0], max(1, KEYS_PER_CHUNK // max(1, seen.shape[2]))):
+    step = max(1, KEYS_PER_CHUNK // max(1, seen.shape[2]))
+    for start in range(0, len(slots), step):
+        rows = slice(start, start + step)
         keys = torch.cat([side.keys(rows) for side in sides], dim=1)
         mask = seen[rows].repeat_interleave(h_q, dim=1)
         for tensor, part in zip(whole, _bf16_attention(queries[rows], keys, mask, scale, sink), strict=True):
@@ -426,10 +427,6 @@ def _bf16_attention(
 def finite_or_zero(values: torch.Tensor) -> torch.Tensor:
     """0 where they are not finite."""
     return torch.where(values.isfinite(), values, 0.0)
-
-
-def _chunks(total: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
 def _compare_lse(got: torch.Tensor, want: torch.Tensor) -> tuple[list[str], float, float]:

@@ -108,7 +108,7 @@ def test_a_valid_call_that_is_refused_and_an_invalid_one_that_is_not_are_found(m
     assert any("raised ValueError" in finding.said for finding in run_round(WORK, CPU).findings)
     monkeypatch.undo()
     for name, table in list(rounds.TABLES.items()):
-        accepting = dataclasses.replace(table, function=lambda **arguments: None)
+        accepting = dataclasses.replace(table, adapter=lambda **arguments: None)
         monkeypatch.setitem(rounds.TABLES, name, accepting)
     outcome = run_round(Work(3, calls=1, invalid=20), CPU)
     assert len([f for f in outcome.findings if "was not refused" in f.said]) == 20

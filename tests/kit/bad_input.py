@@ -37,7 +37,7 @@ class Table:
 
     operator  behind the function; None for an adapter
     special   changes that the operator's table does not say
-    adapter   the function where there is no operator
+    adapter   the function, if it is not the public one of the operator's name
     """
 
     operator: Operator | None
@@ -47,9 +47,8 @@ class Table:
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The public one of the operator's name, or the adapter."""
-        found: Any = getattr(cute_kernels, self.operator.name) if self.operator else self.adapter
-        return found
+        """The function that is called."""
+        return self.adapter or getattr(cute_kernels, self.operator.name if self.operator else "")
 
     @property
     def outputs(self) -> tuple[str, ...]:

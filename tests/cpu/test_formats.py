@@ -174,7 +174,7 @@ from cute_kernels.runtime import arch
 arch.pin()
 from cute_kernels.device import token_cache
 from cute_kernels.mla import spec
-from cute_kernels.mla.kernels import append, tile
+from cute_kernels.mla.kernels import tile
 
 def equal(*numbers):
     assert len(set(numbers)) == 1, numbers
@@ -182,11 +182,11 @@ def equal(*numbers):
 nope, rope, d_qk, d_v, size = 256, 32, 288, 192, 352
 equal(size, fp8_mla.TOKEN_BYTES, token_cache.ROW_BYTES, variants.TOKEN_BYTES)
 equal(0, fp8_mla.SCALE_OFFSET, token_cache.SCALE_OFFSET)
-equal(16, fp8_mla.ROPE_OFFSET, token_cache.ROPE_OFFSET, append.ROPE_OFFSET)
+equal(16, fp8_mla.ROPE_OFFSET, token_cache.ROPE_OFFSET)
 equal(nope, fp8_mla.NOPE_DIM, tile.NOPE, variants.NOPE_DIM)
 equal(rope, fp8_mla.ROPE_DIM, tile.ROPE, variants.ROPE_DIM)
 equal(d_qk, fp8_mla.QK_DIM, tile.QK, variants.QK_DIM)
-equal(64, fp8_mla.QUANT_TILE, tile.QUANT_TILE, append.LANES_PER_TILE * append.VALUES_PER_LANE)
+equal(64, fp8_mla.QUANT_TILE, tile.QUANT_TILE)
 equal(80, fp8_mla.CODE_OFFSET)
 equal(d_v, fp8_mla.V_DIM)
 equal(d_v // 2 + d_v // 64 + 1, spec.PARTIAL_FLOATS)

@@ -381,16 +381,50 @@ def test_a_prepared_launch_takes_q_as_out(name: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("name", "argument"),
     [("gqa", "lse"), ("gqa", "k_scale"), ("gqa", "v_scale"), ("mla", "lse"), ("latent", "lse"), ("merge", "lses"),
-     ("merge", "lse"), ("kv append", "k_scale"), ("kv append", "v_scale")],
+     ("merge", "lse"), ("merge", "s_aux"), ("kv append", "k_scale"), ("kv append", "v_scale")],
 )  # fmt: skip
 def test_a_prepared_launch_sees_a_sign(name: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, call = CALLS[name]
-    call = {**call, argument: imaginary(call[argument])}
+    call = {**call, argument: imaginary(torch.zeros(4) if call[argument] is None else call[argument])}
     kernel = Kernel()
     prepare(monkeypatch, module, prepared_of(name, kernel), call)
     with pytest.raises(ValueError, match=rf"^{argument}: got a view with its neg bit set"):
         RUN[name]({**call, argument: negated(call[argument])})
     assert kernel.launches == 1
+
+
+ONE_HEAD: dict[str, Call] = {
+    "gqa": {
+        **dict.fromkeys(("q", "out"), torch.zeros(1, 1, 1, 64, dtype=BF16)),
+        **dict.fromkeys(("k_cache", "v_cache"), torch.zeros(1, 1, 16, 64, dtype=torch.int8)),
+        **dict.fromkeys(("k_scale", "v_scale"), torch.ones(1, 1, 16)),
+        "cache_seqlens": torch.ones(1, dtype=I32),
+        "alibi_slopes": None,
+    },
+    "mla": {
+        "q": torch.zeros(1, 1, 1, 576, dtype=BF16),
+        "indices": torch.zeros(1, 1, 5, dtype=I32),
+        "out": torch.zeros(1, 1, 1, 512, dtype=BF16),
+    },
+    "merge": {"outs": torch.zeros(2, 1, 1, 64), "lses": torch.zeros(2, 1, 1), "out": torch.zeros(1, 1, 64)},
+}
+
+
+@pytest.mark.parametrize("argument", ["lse", "s_aux"])
+@pytest.mark.parametrize("name", list(ONE_HEAD))
+def test_a_prepared_launch_sees_the_sign_of_one_number(
+    name: str, argument: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch calls it contiguous, and kernels do not check strides of size 1."""
+    module, call = CALLS[name]
+    call = {**call, **ONE_HEAD[name]}
+    call |= {"lse": torch.zeros(call["out"].shape[:-1]), "s_aux": torch.zeros(1)}
+    kernel = Kernel()
+    prepare(monkeypatch, module, prepared_of(name, kernel), call)
+    RUN[name](call)
+    with pytest.raises(ValueError, match=rf"^{argument}: got a view with its neg bit set"):
+        RUN[name]({**call, argument: negated(call[argument])})
+    assert kernel.launches == 2
 
 
 @pytest.mark.parametrize("name", ["gqa", "mla", "latent"])

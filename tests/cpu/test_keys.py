@@ -415,7 +415,7 @@ ONE_HEAD: dict[str, Call] = {
 def test_a_prepared_launch_sees_the_sign_of_one_number(
     name: str, argument: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch calls it contiguous, and kernels do not check strides of size 1."""
+    """It is contiguous, as torch says, and kernels do not check the stride of a size of 1."""
     module, call = CALLS[name]
     call = {**call, **ONE_HEAD[name]}
     call |= {"lse": torch.zeros(call["out"].shape[:-1]), "s_aux": torch.zeros(1)}

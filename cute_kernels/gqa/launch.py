@@ -52,10 +52,11 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     q, k_cache, v_cache, table = request["q"], request["k_cache"], request["v_cache"], request["block_table"]
     k_scale, v_scale, slopes = request["k_scale"], request["v_scale"], request["alibi_slopes"]
     out, lse, lengths, starts = request["out"], request["lse"], request["cache_seqlens"], request["cache_starts"]
+    sink = request["s_aux"]
     key = (
         q.get_device(), q.shape, q.dtype, k_cache.shape, k_cache.dtype, v_cache.dtype, DECODE.key(request),
         None if table is None else (table.shape, table.dtype), None if lengths is None else lengths.dtype,
-        None if starts is None else starts.dtype,
+        None if starts is None else starts.dtype, sink is not None and sink.is_neg(),
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(key, request)
     if out is not None or lse is not None:
@@ -70,7 +71,6 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
         lse.fill_(-torch.inf)
         return out, lse
     scratch, counters = workspace.addresses(prepared.need)
-    sink = request["s_aux"]
     prepared.launch(  # on the current stream of the tensors' device
         request,
         mQ=q,

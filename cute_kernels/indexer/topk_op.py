@@ -73,7 +73,8 @@ def _launch(request: TopkRequest) -> torch.Tensor:
         request["logits"], request["lengths"], request["block_table"], request["row_starts"], request["out"],
     )  # fmt: skip
     key = (
-        logits.get_device(), logits.shape, logits.is_neg(), lengths.dtype, starts is None, TOPK.key(request),
+        logits.get_device(), logits.shape, logits.is_neg(), lengths.dtype, None if starts is None else starts.dtype,
+        TOPK.key(request),
         None if table is None else (table.shape, table.dtype), None if out is None else (out.shape, out.dtype),
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(key, request)

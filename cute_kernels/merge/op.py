@@ -96,8 +96,8 @@ def _launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
         request["outs"], request["lses"], request["s_aux"], request["out"], request["lse"],
     )  # fmt: skip
     key = (
-        outs.get_device(), outs.shape, outs.dtype, outs.dtype if out is None else out.dtype, s_aux is None,
-        lses.is_neg(), MERGE.key(request),
+        outs.get_device(), outs.shape, outs.dtype, outs.dtype if out is None else out.dtype,
+        None if s_aux is None else s_aux.is_neg(), lses.is_neg(), MERGE.key(request),
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(key, request)
     if out is not None or lse is not None:

@@ -62,7 +62,7 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         out (batch, s_q, h_q, 512) bfloat16 and lse (batch, s_q, h_q) float32.
     """
-    q, out, lse = request["q"], request["out"], request["lse"]
+    q, out, lse, sink = request["q"], request["out"], request["lse"], request["s_aux"]
     index: Any = request["indices"]
     sparse, length = index is not None, request["topk_length"]
     if index is None:
@@ -78,7 +78,7 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     # kernels check neither strides nor the bytes of a token: a page must hold its scale rows
     key: tuple[Any, ...] = (
         q.get_device(), sparse, q.shape, pages.shape, pages.stride(), index.shape[-1], index.dtype,
-        None if length is None else length.dtype, DECODE.key(request),
+        None if length is None else length.dtype, sink is not None and sink.is_neg(), DECODE.key(request),
     )  # fmt: skip
     if second is not None:
         second = _pages(second)
@@ -100,7 +100,7 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
         out.zero_()
         lse.fill_(torch.inf if request.get("inf_if_empty") else -torch.inf)
         return out, lse
-    sink = prepared.no_sink if request["s_aux"] is None else request["s_aux"]
+    sink = prepared.no_sink if sink is None else sink
     if prepared.read == (1,):
         pages, index, length = second, extra_index, extra_length
     length = _length(index, length, prepared.no_length)

@@ -10,7 +10,7 @@ of the H200, so they run only while a launch is prepared and after one is refuse
 
 Whatever a kernel does not check belongs in the key: that the device is an SM90, limits such as 2^31 slots, and the sign
 of integers (a kernel takes int8 for uint8, and uint64 for int64). So does the neg bit of a tensor with free strides:
-where rows are contiguous torch makes no such view.
+where rows of several elements are contiguous torch makes no such view.
 """
 
 from __future__ import annotations

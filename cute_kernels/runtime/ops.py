@@ -227,7 +227,8 @@ class Operator:
             if row.address:
                 parts.append(f"None if (t := {value}) is None else {_SIGNATURE}")
             elif row.written and row.may_be_none:
-                parts.append(f"None if (t := {value}) is None or t.is_contiguous() else (t.stride(), t.is_neg())")
+                usual = "t.is_contiguous() and not t.is_neg()"  # of one number the sign may be all that is unusual
+                parts.append(f"None if (t := {value}) is None or {usual} else (t.stride(), t.is_neg())")
             elif option and option.schema != "":
                 known |= {f"fact_{row.name}": option.fact, f"fits_{row.name}": option.fits}
                 facts = ["v"] if option.planned else []

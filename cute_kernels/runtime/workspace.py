@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from cute_kernels.runtime.counters import CounterSlab, slab
-from cute_kernels.runtime.memory import is_capturing, outside_pools
+from cute_kernels.runtime.memory import is_gpu_capturing, outside_pools
 
 STEP = 1 << 24  # float32 values, 64 MiB
 STREAMS = 32
@@ -81,7 +81,7 @@ def addresses(need: Need) -> tuple[int, int]:
         return 0, 0
     index = need.device.index
     stream = torch._C._cuda_getCurrentRawStream(index)  # torch.cuda.current_stream() takes 5 us
-    if stream and is_capturing(need.device):  # the default stream is 0 and never under capture
+    if stream and is_gpu_capturing(index):  # the default stream is 0 and never under capture
         return _graph_addresses(need)
     key = (index, stream)
     workspace = _this_thread.workspaces.get(key)

@@ -13,6 +13,10 @@ from cute_kernels.gqa import blocks_op
 from cute_kernels.gqa import launch as gqa_launch
 from cute_kernels.gqa import op as gqa_op
 from cute_kernels.gqa import request as gqa_request
+from cute_kernels.indexer import append_op as index_append_op
+from cute_kernels.indexer import decode_op as index_op
+from cute_kernels.indexer import request as indexer_request
+from cute_kernels.indexer import topk_op
 from cute_kernels.merge import op as merge_op
 from cute_kernels.mla import append_op
 from cute_kernels.mla import launch as mla_launch
@@ -136,6 +140,35 @@ MERGED: Call = {
     "lse": torch.zeros(3, 4),
     "headers": False,
 }
+KEY_PAGES = torch.zeros(4 * 16 * 132 * 2 + 999, dtype=U8)
+INDEX_APPEND: Call = {
+    "k": torch.zeros(2, 128, dtype=BF16),
+    "k_cache": KEY_PAGES.as_strided((4, 16, 132), (16 * 132, 132, 1)),
+    "slot_mapping": torch.zeros(2, dtype=torch.int64),
+    "scale": "float32",
+}
+INDEX: Call = {
+    **indexer_request.DECODE.defaults,
+    "q": torch.zeros(2, 3, 16, 128, dtype=U8),
+    "weights": torch.complex(torch.zeros(2, 3, 16), torch.zeros(2, 3, 16)).imag,
+    "k_cache": INDEX_APPEND["k_cache"],
+    "block_table": torch.zeros(2, 5, dtype=I32),
+    "cache_seqlens": torch.ones(2, dtype=I32),
+    "topk": 4,
+    "slot_table": torch.zeros(2, 5, dtype=I32),
+    "slot_page_size": 16,
+    "out": torch.zeros(2, 3, 4, dtype=I32),
+    "logits": torch.zeros(2, 3, 80),
+}
+TOPK: Call = {
+    "logits": torch.complex(torch.zeros(4, 80), torch.zeros(4, 80)).imag,
+    "lengths": torch.ones(4, dtype=I32),
+    "topk": 4,
+    "block_table": torch.zeros(2, 5, dtype=I32),
+    "page_size": 16,
+    "row_starts": torch.zeros(4, dtype=I32),
+    "out": torch.zeros(4, 4, dtype=I32),
+}
 CALLS: dict[str, tuple[Any, Call]] = {
     "gqa": (gqa_launch, GQA),
     "pages": (gqa_launch, PAGED),
@@ -148,6 +181,9 @@ CALLS: dict[str, tuple[Any, Call]] = {
     "append, v3.2": (append_op, APPEND_V3_2),
     "kv append": (kv_append_op, KV_APPEND),
     "merge": (merge_op, MERGED),
+    "index append": (index_append_op, INDEX_APPEND),
+    "index": (index_op, INDEX),
+    "topk": (topk_op, TOPK),
 }
 
 
@@ -261,6 +297,38 @@ CHANGES: dict[str, dict[str, Call]] = {
         "dtype of out": {"out": MERGED["out"].half()},
         "strides of out": {"out": apart(MERGED["out"])},
         "strides of lse": {"lse": apart(MERGED["lse"])},
+    },
+    "index append": {
+        "memory after the last page": {"k_cache": INDEX_APPEND["k_cache"].clone()},
+        "distance of pages": {"k_cache": KEY_PAGES.as_strided((4, 16, 132), (2 * 16 * 132, 132, 1))},
+        "another scale": {"scale": "ue8m0"},
+        "unsigned slots": {"slot_mapping": INDEX_APPEND["slot_mapping"].view(torch.uint64)},
+    },
+    "index": {
+        **unsigned(INDEX, "block_table", "cache_seqlens", "slot_table", "out"),
+        "memory after the last page": {"k_cache": INDEX["k_cache"].clone()},
+        "distance of pages": {"k_cache": KEY_PAGES.as_strided((4, 16, 132), (2 * 16 * 132, 132, 1))},
+        "a length of each query": {"cache_seqlens": torch.ones(2, 3, dtype=I32)},
+        "sign of weights": {"weights": negated(INDEX["weights"])},
+        "another k": {"topk": 3},
+        "first": {"first": 1},
+        "last": {"last": 1},
+        "positions": {"return_positions": True},
+        "pages of the other cache": {"slot_page_size": 32},
+        "no other table": {"slot_table": None, "slot_page_size": None},
+        "strides of out": {"out": apart(INDEX["out"])},
+        "strides of logits": {"logits": apart(INDEX["logits"])},
+        "sign of logits": {"logits": negated(INDEX["logits"])},
+        "no logits": {"logits": None},
+    },
+    "topk": {
+        **unsigned(TOPK, "lengths", "block_table", "row_starts", "out"),
+        "no table": {"block_table": None, "page_size": None},
+        "no starts": {"row_starts": None},
+        "page size": {"page_size": 32},
+        "fewer logits": {"logits": TOPK["logits"][:, :64]},
+        "sign of logits": {"logits": negated(TOPK["logits"])},
+        "strides of out": {"out": apart(TOPK["out"])},
     },
 }
 
@@ -379,16 +447,50 @@ def test_a_prepared_launch_takes_q_as_out(name: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("name", "argument"),
     [("gqa", "lse"), ("gqa", "k_scale"), ("gqa", "v_scale"), ("mla", "lse"), ("latent", "lse"), ("merge", "lses"),
-     ("merge", "lse"), ("kv append", "k_scale"), ("kv append", "v_scale")],
+     ("merge", "lse"), ("merge", "s_aux"), ("kv append", "k_scale"), ("kv append", "v_scale")],
 )  # fmt: skip
 def test_a_prepared_launch_sees_a_sign(name: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, call = CALLS[name]
-    call = {**call, argument: imaginary(call[argument])}
+    call = {**call, argument: imaginary(torch.zeros(4) if call[argument] is None else call[argument])}
     kernel = Kernel()
     prepare(monkeypatch, module, prepared_of(name, kernel), call)
     with pytest.raises(ValueError, match=rf"^{argument}: got a view with its neg bit set"):
         RUN[name]({**call, argument: negated(call[argument])})
     assert kernel.launches == 1
+
+
+ONE_HEAD: dict[str, Call] = {
+    "gqa": {
+        **dict.fromkeys(("q", "out"), torch.zeros(1, 1, 1, 64, dtype=BF16)),
+        **dict.fromkeys(("k_cache", "v_cache"), torch.zeros(1, 1, 16, 64, dtype=torch.int8)),
+        **dict.fromkeys(("k_scale", "v_scale"), torch.ones(1, 1, 16)),
+        "cache_seqlens": torch.ones(1, dtype=I32),
+        "alibi_slopes": None,
+    },
+    "mla": {
+        "q": torch.zeros(1, 1, 1, 576, dtype=BF16),
+        "indices": torch.zeros(1, 1, 5, dtype=I32),
+        "out": torch.zeros(1, 1, 1, 512, dtype=BF16),
+    },
+    "merge": {"outs": torch.zeros(2, 1, 1, 64), "lses": torch.zeros(2, 1, 1), "out": torch.zeros(1, 1, 64)},
+}
+
+
+@pytest.mark.parametrize("argument", ["lse", "s_aux"])
+@pytest.mark.parametrize("name", list(ONE_HEAD))
+def test_a_prepared_launch_sees_the_sign_of_one_number(
+    name: str, argument: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is contiguous, as torch says, and kernels do not check the stride of a size of 1."""
+    module, call = CALLS[name]
+    call = {**call, **ONE_HEAD[name]}
+    call |= {"lse": torch.zeros(call["out"].shape[:-1]), "s_aux": torch.zeros(1)}
+    kernel = Kernel()
+    prepare(monkeypatch, module, prepared_of(name, kernel), call)
+    RUN[name](call)
+    with pytest.raises(ValueError, match=rf"^{argument}: got a view with its neg bit set"):
+        RUN[name]({**call, argument: negated(call[argument])})
+    assert kernel.launches == 2
 
 
 @pytest.mark.parametrize("name", ["gqa", "mla", "latent"])

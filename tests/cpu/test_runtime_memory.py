@@ -1,5 +1,6 @@
 """What is kept between calls: workspaces, counters of graphs, buffers that nobody reads. No GPU."""
 
+import contextlib
 import ctypes
 import gc
 import threading
@@ -37,8 +38,9 @@ class Fakes:
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
     fake = Fakes()
-    for module in (memory, counters, workspace):
+    for module in (memory, counters):
         monkeypatch.setattr(module, "is_capturing", lambda device: fake.graph is not None)
+    monkeypatch.setattr(workspace, "is_gpu_capturing", lambda index: fake.graph is not None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: fake.stream, raising=False)
     monkeypatch.setattr(counters, "graph_under_capture", lambda device: (fake.graph, fake.graph))
     monkeypatch.setattr(counters, "GraphLife", fake.life)
@@ -252,6 +254,27 @@ def test_a_driver_that_refuses_is_an_os_error(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(graphs, "_cuda", Refusing)
     with pytest.raises(OSError, match="801"):
         graphs.GraphLife(1)
+
+
+# --- capture
+
+
+def test_capture_is_asked_of_the_devices_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPU 1 is the current one, and GPU 0 captures. A device without an index is the current one of its type."""
+    entered: list[int] = [1]
+
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        entered.append(index)
+        yield
+        entered.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: entered[-1], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: entered[-1] == 0, raising=False)
+    assert [memory.is_capturing(torch.device(name)) for name in ("cuda:0", "cuda:1", "cuda")] == [True, False, False]
+    entered[0] = 0
+    assert [memory.is_capturing(torch.device(name)) for name in ("cuda", "cpu", "cpu:0")] == [True, False, False]
 
 
 # --- what is made once

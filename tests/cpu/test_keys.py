@@ -226,6 +226,10 @@ CHANGES: dict[str, dict[str, Call]] = {
         "sign of k_scale": {"k_scale": negated(ROWS)},
         "sign of v_scale": {"v_scale": negated(ROWS)},
         "another granularity": {"v_scale": torch.ones(2)},
+        "more tokens of q": {"q": torch.zeros(2, 2, 4, 64, dtype=BF16)},
+        "dtype of q": {"q": GQA["q"].half()},
+        "dtype of keys": {"k_cache": GQA["k_cache"].view(torch.float8_e4m3fn)},
+        "dtype of values": {"v_cache": GQA["v_cache"].view(torch.float8_e4m3fn)},
         "fewer tokens": {"k_cache": GQA["k_cache"][:, :, :8]},
         "no lengths": {"cache_seqlens": None},
         "a table": {"block_table": torch.zeros(2, 5, dtype=I32)},
@@ -240,6 +244,8 @@ CHANGES: dict[str, dict[str, Call]] = {
     },
     "blocks": {
         **unsigned(BLOCKS, "block_table", "cache_seqlens", "indices"),
+        "more tokens of q": {"q": torch.zeros(2, 2, 4, 64, dtype=BF16)},
+        "dtype of q": {"q": BLOCKS["q"].half()},
         "fewer blocks": {"indices": BLOCKS["indices"][..., :2]},
         "one list for all heads": {"indices": BLOCKS["indices"][:, :, :1]},
         "another block": {"index_block": 64},
@@ -254,8 +260,14 @@ CHANGES: dict[str, dict[str, Call]] = {
         "heads of out and tokens": {"out": torch.zeros(2, 4, 1, 64, dtype=BF16)},
         "dtype of lse": {"lse": torch.zeros(2, 1, 4, dtype=torch.float64)},
     },
-    "two caches": unsigned(TWO, "indices", "topk_length", "extra_indices", "extra_topk_length"),
+    "two caches": {
+        **unsigned(TWO, "indices", "topk_length", "extra_indices", "extra_topk_length"),
+        "pages of the second": {"extra_kv_cache": LATENT["kv_cache"][:2]},
+        "distance of its pages": {"extra_kv_cache": apart(LATENT["kv_cache"])},
+        "its topk": {"extra_indices": MLA["indices"][..., :4]},
+    },
     "mla": {
+        "more tokens of q": {"q": torch.zeros(2, 2, 4, 576, dtype=BF16)},
         "lengths": {"topk_length": torch.ones(2, dtype=I32)},
         "num_splits": {"num_splits": 2},
         "exchange": {"exchange": "none"},
@@ -268,6 +280,11 @@ CHANGES: dict[str, dict[str, Call]] = {
     },
     "dense": {
         **unsigned(DENSE, "block_table", "cache_seqlens"),
+        "sparse": {
+            **dict.fromkeys(("block_table", "cache_seqlens")),
+            "indices": MLA["indices"],
+            "topk_length": DENSE["cache_seqlens"],
+        },
         "pages of a sequence": {"block_table": DENSE["block_table"][:, :4]},
         "num_splits": {"num_splits": 2},
     },
@@ -286,14 +303,31 @@ CHANGES: dict[str, dict[str, Call]] = {
         # its last scale rows are written there
         "memory after the last page": {"kv_cache": MLA_APPEND["kv_cache"].clone()},
         "distance of pages": {"kv_cache": PAGES.as_strided((4, 8, 584), (2 * 8 * 584, 584, 1))},
+        "page size": {"kv_cache": MLA_APPEND["kv_cache"][:, :4]},
+        "dtype of the cache": {"kv_cache": MLA_APPEND["kv_cache"].view(torch.int8)},
+        "layout of pages": {"cache_layout": "planar"},
+        "more tokens": {"kv": torch.zeros(3, 512, dtype=BF16)},
+        "unsigned slots": {"slot_mapping": MLA_APPEND["slot_mapping"].view(torch.uint64)},
     },
     "append, v3.2": {"distance of pages": {"kv_cache": apart(APPEND_V3_2["kv_cache"])}},
     "kv append": {
-        name: {name: turned(KV_APPEND[name]) if name.endswith("scale") else apart(KV_APPEND[name])}
-        for name in ("k_cache", "v_cache", "k_scale", "v_scale")
+        **{f"strides of {name}": {name: apart(KV_APPEND[name])} for name in ("k_cache", "v_cache")},
+        **{f"strides of {name}": {name: turned(KV_APPEND[name])} for name in ("k_scale", "v_scale")},
+        **{
+            f"size of {name}": {name: KV_APPEND[name][:, :, :8]}
+            for name in ("k_cache", "v_cache", "k_scale", "v_scale")
+        },
+        **{f"dtype of {name}": {name: KV_APPEND[name].view(U8)} for name in ("k_cache", "v_cache")},
+        "dtype of scales": {"k_scale": KV_APPEND["k_scale"].half()},
+        "more tokens": {"k": torch.zeros(4, 2, 64, dtype=BF16)},
+        "dtype of k": {"k": KV_APPEND["k"].half()},
+        "unsigned slots": {"slot_mapping": KV_APPEND["slot_mapping"].view(torch.uint64)},
+        "layout": {"layout": "BSNH"},
+        "kind": {"kind": "fp8_per_token_head"},
     },
     "merge": {
         "a sink": {"s_aux": torch.zeros(4)},
+        "dtype of states": {"outs": MERGED["outs"].half()},
         "dtype of out": {"out": MERGED["out"].half()},
         "strides of out": {"out": apart(MERGED["out"])},
         "strides of lse": {"lse": apart(MERGED["lse"])},
@@ -302,12 +336,21 @@ CHANGES: dict[str, dict[str, Call]] = {
         "memory after the last page": {"k_cache": INDEX_APPEND["k_cache"].clone()},
         "distance of pages": {"k_cache": KEY_PAGES.as_strided((4, 16, 132), (2 * 16 * 132, 132, 1))},
         "another scale": {"scale": "ue8m0"},
+        "more tokens": {"k": torch.zeros(3, 128, dtype=BF16)},
+        "dtype of k": {"k": torch.zeros(2, 128)},
         "unsigned slots": {"slot_mapping": INDEX_APPEND["slot_mapping"].view(torch.uint64)},
+        "fewer pages": {"k_cache": INDEX_APPEND["k_cache"][:2]},
+        "dtype of the cache": {"k_cache": INDEX_APPEND["k_cache"].view(torch.int8)},
     },
     "index": {
         **unsigned(INDEX, "block_table", "cache_seqlens", "slot_table", "out"),
         "memory after the last page": {"k_cache": INDEX["k_cache"].clone()},
         "distance of pages": {"k_cache": KEY_PAGES.as_strided((4, 16, 132), (2 * 16 * 132, 132, 1))},
+        "fewer pages": {"k_cache": INDEX["k_cache"][:2]},
+        "dtype of the cache": {"k_cache": INDEX["k_cache"].view(torch.int8)},
+        "more heads": {"q": torch.zeros(2, 3, 32, 128, dtype=U8)},
+        "dtype of q": {"q": INDEX["q"].view(torch.int8)},
+        "pages of a sequence": {"block_table": INDEX["block_table"][:, :4]},
         "a length of each query": {"cache_seqlens": torch.ones(2, 3, dtype=I32)},
         "sign of weights": {"weights": negated(INDEX["weights"])},
         "another k": {"topk": 3},

@@ -107,7 +107,7 @@ def _launch(request: DecodeRequest) -> torch.Tensor:
         # what the second kernel alone checks: it would refuse after the first has been launched
         None if names is None else (names.shape, names.dtype, names.get_device(), names.stride(-1)),
         None if out is None else (out.shape, out.dtype, out.get_device()),
-        None if logits is None else (logits.shape, logits.dtype, logits.is_neg()),
+        None if logits is None else (logits.shape, logits.dtype),
     )  # fmt: skip
     prepared = _prepared.get(key) or _prepare(key, request)
     if out is not None or logits is not None:

@@ -375,6 +375,7 @@ CHANGES: dict[str, dict[str, Call]] = {
         "no starts": {"row_starts": None},
         "page size": {"page_size": 32},
         "pages of a request": {"block_table": TOPK["block_table"][:, :4]},
+        "shape of out": {"out": torch.zeros(4, 3, dtype=I32)},
         "fewer logits": {"logits": TOPK["logits"][:, :64]},
         "sign of logits": {"logits": negated(TOPK["logits"])},
         "strides of out": {"out": apart(TOPK["out"])},

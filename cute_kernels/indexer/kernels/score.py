@@ -112,8 +112,8 @@ class ScoreKernel:
     Barriers: one of the CTA a tile. After it the copies of all threads into this tile are there, and all have read the
     tile before, whose place the next copies take. One more where the tiles of other queries begin.
 
-    A tile is 8448 bytes and takes an SM of an H100 some 640 cycles to read. Its copies take 110 issue slots, a query of
-    64 heads 128 cycles of wgmma and 130 issue slots.
+    A tile is 8448 bytes and takes an SM of an H100 some 640 cycles to read. Its copies take 120 issue slots, a query of
+    64 heads 128 cycles of wgmma and 92 issue slots.
 
     Sums are in DeepGEMM's order: a lane adds its heads of even and of odd columns apart, then both, times the key's
     scale, then the four lanes of a key. max(S, 0) is fmaxf, so a NaN product counts as 0. The keys of a page that the

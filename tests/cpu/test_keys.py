@@ -22,7 +22,7 @@ from cute_kernels.mla import append_op
 from cute_kernels.mla import launch as mla_launch
 from cute_kernels.mla import op as mla_op
 from cute_kernels.mla.request import DECODE
-from cute_kernels.runtime import workspace
+from cute_kernels.runtime import ops, workspace
 from cute_kernels.sink import op as sink_op
 from cute_kernels.sink.request import FORWARD
 from tests.kit.bad_input import TABLES
@@ -226,6 +226,7 @@ CHANGES: dict[str, dict[str, Call]] = {
         "sign of k_scale": {"k_scale": negated(ROWS)},
         "sign of v_scale": {"v_scale": negated(ROWS)},
         "another granularity": {"v_scale": torch.ones(2)},
+        "size of k_scale": {"k_scale": ROWS[:, :, :8]},
         "more tokens of q": {"q": torch.zeros(2, 2, 4, 64, dtype=BF16)},
         "dtype of q": {"q": GQA["q"].half()},
         "dtype of keys": {"k_cache": GQA["k_cache"].view(torch.float8_e4m3fn)},
@@ -392,6 +393,14 @@ def test_another_key_for(name: str, what: str) -> None:
     assert keys[0] != keys[1]
 
 
+@pytest.mark.parametrize(("name", "output"), [("gqa", "out"), ("gqa", "lse"), ("mla", "out"), ("merge", "out")])
+def test_each_distance_of_rows_of_an_output_has_a_key(name: str, output: str) -> None:
+    module, call = CALLS[name]
+    rows = call[output].new_zeros(9, *call[output].shape[1:])
+    outputs = (call[output], rows[::2][: len(call[output])], rows[::3][: len(call[output])])
+    assert len({key_of(module, {**call, output: each}) for each in outputs}) == len({t.stride() for t in outputs})
+
+
 # ---- what is compared in each call
 
 
@@ -482,16 +491,41 @@ def test_a_prepared_launch_compares_addresses(
 def test_a_prepared_launch_takes_q_as_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, call = CALLS[name]
     kernel = Kernel()
-    prepare(monkeypatch, module, prepared_of(name, kernel), call)
+    launch = prepared_of(name, kernel)
+    prepare(monkeypatch, module, launch, call)
     for out in (call["q"], call["q"].view(call["q"].shape)):
         RUN[name]({**call, "out": out})
     assert kernel.launches == 3
     rows = call["q"].new_zeros(4, *call["q"].shape[1:])
     out = rows[:2]
+    launch.apart.clear()
     RUN[name]({**call, "q": out, "out": out})
+    assert launch.apart, "the next call is not compared"
     with pytest.raises(ValueError, match="^out: got memory that is also q's"):
         RUN[name]({**call, "q": rows[::2], "out": out})  # it begins where that q did
     assert kernel.launches == 4
+    RUN[name]({**call, "q": out, "out": rows[2:]})
+    with pytest.raises(ValueError, match="^out: got memory that is also q's"):
+        RUN[name]({**call, "q": rows[::2], "out": rows[2:]})  # both begin where they did
+    assert kernel.launches == 5
+
+
+def test_addresses_of_several_storages_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, looked = Kernel(), []
+
+    def look(written: Any, addresses: Any) -> bool:
+        looked.append(addresses)
+        return False
+
+    monkeypatch.setattr(ops, "_KEPT", 2)
+    monkeypatch.setattr(ops, "share_storage", look)
+    launch = prepared_of("merge", kernel)
+    prepare(monkeypatch, merge_op, launch, MERGED)
+    outputs = [torch.zeros_like(MERGED["out"]) for _ in range(3)]
+    for out in (*outputs, outputs[2]):
+        RUN["merge"]({**MERGED, "out": out})
+        assert len(launch.apart) <= 2
+    assert len(looked) == 1 + len(outputs)
 
 
 @pytest.mark.parametrize(
@@ -547,7 +581,7 @@ def test_a_prepared_launch_sees_the_sign_of_one_number(
 @pytest.mark.parametrize("option", [{"causal": "no"}, {"softmax_scale": float("nan")}, {"num_splits": True}])
 def test_a_prepared_launch_looks_at_options(name: str, option: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     module, call = CALLS[name]
-    kernel = Kernel()
+    call, kernel = {**call, "softmax_scale": 0.125, "num_splits": 1}, Kernel()
     prepare(monkeypatch, module, prepared_of(name, kernel), call)
     with pytest.raises((TypeError, ValueError), match=f"^{next(iter(option))}: got"):
         RUN[name]({**call, **option})

@@ -82,8 +82,8 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     )  # fmt: skip
     if second is not None:
         second = _pages(second)
-        of_lengths = None if extra_length is None else extra_length.dtype
-        key = (*key, second.shape, second.stride(), extra_index.shape[-1], extra_index.dtype, of_lengths)
+        length_dtype = None if extra_length is None else extra_length.dtype
+        key = (*key, second.shape, second.stride(), extra_index.shape[-1], extra_index.dtype, length_dtype)
     elif extra_index is not None or extra_length is not None:
         fail("extra_kv_cache", "None with its arguments", "a second cache")
     prepared = _prepared.get(key) or _prepare(key, request)

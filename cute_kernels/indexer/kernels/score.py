@@ -404,23 +404,23 @@ class ScoreKernel:
         is_odd, is_upper = tid % 2 == 1, tid // 2 % 2 == 1
         position = begin + wgmma.row(tid, 0) + 8 * (tid % 2)
         for pair in cutlass.range_constexpr(-(-self.spec.queries // 2)):
-            of_both = const_expr(2 * pair + 1 < self.spec.queries)
+            has_second = const_expr(2 * pair + 1 < self.spec.queries)
             values = []
-            for i in cutlass.range_constexpr(2 * pair, 2 * pair + 1 + int(of_both)):
+            for i in cutlass.range_constexpr(2 * pair, 2 * pair + 1 + int(has_second)):
                 kept, sent = sums[0, i], sums[1, i]
                 if is_odd:
                     kept, sent = sent, kept
                 values.append(kept + cute.arch.shuffle_sync_bfly(sent, 1))
             query = Int32(2 * pair)
             kept, sent = values[0], values[0]
-            if const_expr(of_both):
+            if const_expr(has_second):
                 sent = values[1]
                 if is_upper:
                     kept, sent = sent, kept
                 query += cutlass.select_(is_upper, Int32(1), Int32(0))
             value = kept + cute.arch.shuffle_sync_bfly(sent, 2)
             length = (lengths + query).load()
-            if position < length and (const_expr(of_both) or tid % 4 < 2):
+            if position < length and (const_expr(has_second) or tid % 4 < 2):
                 row = first_row + Int64(query) * row_bytes
                 target = cute.make_ptr(Float32, row + 4 * Int64(position), AddressSpace.gmem, assumed_align=4)
                 if position < problem.first or position >= length - problem.last:

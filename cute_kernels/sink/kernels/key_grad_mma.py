@@ -46,6 +46,27 @@ class KeyBlocks(NamedTuple):
     seen: Any
 
 
+class QueryTiles(NamedTuple):
+    """The query tiles that the keys of a work tile meet.
+
+    each_head     those of a query head
+    ratio       query heads of the KV head
+    scale_log2  softmax scale, times log2 e
+    """
+
+    each_head: TileRange
+    ratio: Int32
+    scale_log2: Float32
+
+
+class Place(NamedTuple):
+    """Where a consumer is: its CTA in the pair, its warpgroup, and its thread in that."""
+
+    rank: Int32
+    wg: Int32
+    tid: Int32
+
+
 class KeyGrad:
     """Device code of a consumer warpgroup; `spec` is a SinkBackwardSpec. A subclass has the order of products."""
 
@@ -93,7 +114,8 @@ class KeyGrad:
                 scale_log2 = softmax_scale * softmax.LOG2_E
                 seen = self.masks.seeing(first, *sizes) if const_expr(spec.skips) else None
                 keys = KeyBlocks(acc_dk, acc_dv, k, v, limits, seen)
-                ring_tile = self.add_tiles(smem, acc_s, keys, scale_log2, queries, ratio, ring_tile, rank, wg, tid)
+                tiles, place = QueryTiles(queries, ratio, scale_log2), Place(rank, wg, tid)
+                ring_tile = self.add_tiles(smem, acc_s, keys, tiles, ring_tile, place)
                 # read again instead of kept: registers are short while dK, dV, S and dP are alive
                 targets = self.epilogue.targets(d_k, d_v, record, rank)
                 cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + record.stage)
@@ -108,17 +130,7 @@ class KeyGrad:
 
     @cute.jit
     def add_tiles(
-        self,
-        smem,
-        acc_s: cute.Tensor,
-        keys: KeyBlocks,
-        scale_log2: Float32,
-        queries: TileRange,
-        ratio: Int32,
-        ring_tile: Int32,
-        rank: Int32,
-        wg: Int32,
-        tid: Int32,
+        self, smem, acc_s: cute.Tensor, keys: KeyBlocks, tiles: QueryTiles, ring_tile: Int32, place: Place
     ) -> Int32:
         """Adds the query tiles of all query heads of the group to dK and dV; returns the next tile of the ring."""
         raise NotImplementedError
@@ -176,25 +188,17 @@ class FusedKeyGrad(KeyGrad):
 
     @cute.jit
     def add_tiles(
-        self,
-        smem,
-        acc_s: cute.Tensor,
-        keys: KeyBlocks,
-        scale_log2: Float32,
-        queries: TileRange,
-        ratio: Int32,
-        ring_tile: Int32,
-        rank: Int32,
-        wg: Int32,
-        tid: Int32,
+        self, smem, acc_s: cute.Tensor, keys: KeyBlocks, tiles: QueryTiles, ring_tile: Int32, place: Place
     ) -> Int32:
         """As `KeyGrad.add_tiles`."""
         spec = self.spec
+        queries, ratio, scale_log2 = tiles
+        rank, wg, tid = place
         total, t = ratio * queries.tiles, Int32(0)
         for i in cutlass.range(total, unroll=1):
             self.issue_scores(smem, acc_s, keys.k[0], ring_tile, tid)
             query = queries.begin + spec.queries * t
-            self.differentiate(smem, acc_s, keys, i > 0, scale_log2, query, ring_tile, rank, wg, tid)
+            self.differentiate(smem, acc_s, keys, i > 0, scale_log2, query, ring_tile, place)
             ring_tile += 1
             t = cutlass.select_(t == queries.tiles - 1, Int32(0), t + 1)
         if total > 0 and (ring_tile - 1) % spec.warpgroups == wg:
@@ -211,15 +215,14 @@ class FusedKeyGrad(KeyGrad):
         scale_log2: Float32,
         query: Int32,
         ring_tile: Int32,
-        rank: Int32,
-        wg: Int32,
-        tid: Int32,
+        place: Place,
     ):
         """Adds a tile of queries from `query` on to dK / softmax_scale and to dV; its S^T is in flight.
 
         If it `follows` a tile of the same work tile, and if it is this warpgroup's turn, dQ of that tile is made.
         """
         spec = self.spec
+        rank, wg, tid = place
         layouts, mma_s = key_layouts(spec), key_mmas(spec).qk
         acc_dp = cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, spec.queries)), Float32)
         s, dp = wgmma.by_row(acc_s), wgmma.by_row(acc_dp)

@@ -20,8 +20,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import wgmma
 from cute_kernels.device.ring import ring_slot_pow2
-from cute_kernels.sink.kernels.key_grad_mma import KeyBlocks, KeyGrad, column_stats
-from cute_kernels.sink.kernels.masks import TileRange
+from cute_kernels.sink.kernels.key_grad_mma import KeyBlocks, KeyGrad, Place, QueryTiles, column_stats
 
 
 class SeparateKeyGrad(KeyGrad):
@@ -29,20 +28,12 @@ class SeparateKeyGrad(KeyGrad):
 
     @cute.jit
     def add_tiles(
-        self,
-        smem,
-        acc_s: cute.Tensor,
-        keys: KeyBlocks,
-        scale_log2: Float32,
-        queries: TileRange,
-        ratio: Int32,
-        ring_tile: Int32,
-        rank: Int32,
-        wg: Int32,
-        tid: Int32,
+        self, smem, acc_s: cute.Tensor, keys: KeyBlocks, tiles: QueryTiles, ring_tile: Int32, place: Place
     ) -> Int32:
         """As `KeyGrad.add_tiles`."""
         spec = self.spec
+        queries, ratio, scale_log2 = tiles
+        tid = place.tid
         total, t = ratio * queries.tiles, Int32(0)
         if const_expr(spec.skips):
             for _ in cutlass.range(total, unroll=1):

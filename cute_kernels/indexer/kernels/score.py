@@ -301,7 +301,7 @@ class ScoreKernel:
                 else:
                     warpgroup.wait_group(0)
                 self._sum(accs[i % 2], factors, key_scales, sums[None, i])
-            self._store(sums, queries.lengths, problem, (logits_rows, row_bytes), tile * KEYS, tid)
+            self._store(sums, queries.lengths, problem, logits_rows, row_bytes, tile * KEYS, tid)
             stage = cutlass.select_(stage == spec.stages - 1, Int32(0), stage + 1)
 
     @cute.jit
@@ -398,9 +398,11 @@ class ScoreKernel:
             sums[r] = (parts[0] + parts[1]) * scales[r]
 
     @cute.jit
-    def _store(self, sums: cute.Tensor, lengths: cute.Pointer, problem: Problem, rows: tuple, begin: Int32, tid: Int32):
+    def _store(
+        self, sums: cute.Tensor, lengths: cute.Pointer, problem: Problem, first_row: Int64, row_bytes: Int64,
+        begin: Int32, tid: Int32,
+    ):  # fmt: skip
         """Adds up what four lanes have of two keys and stores it: a lane one logit of each two queries."""
-        first_row, row_bytes = rows
         is_odd, is_upper = tid % 2 == 1, tid // 2 % 2 == 1
         position = begin + wgmma.row(tid, 0) + 8 * (tid % 2)
         for pair in cutlass.range_constexpr(-(-self.spec.queries // 2)):

@@ -302,7 +302,7 @@ class MergeKernel:
         """
         special = False
         for i in cutlass.range_constexpr(self.spec.weights):
-            # `approx` keeps results below 2^-126, which `fastmath` flushes: beside a large sink no state has more
+            # `approx` keeps results below 2^-126, which `fastmath` flushes: a large sink leaves all weights that small
             weight = cute.math.exp2((weights[i] - shift) * LOG2_E, approx=True) * scale
             if const_expr(self.spec.block_scales):
                 weight *= cutlass.select_(first_scales[i] < 0.0, -first_scales[i], Float32(1.0))

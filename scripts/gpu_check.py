@@ -22,8 +22,9 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 from xml.etree import ElementTree
@@ -66,10 +67,11 @@ NOT_RUN: Final = {"passed": None, "failed": None, "skipped": None}
 # ---- tests
 
 
-def run_tests(seconds: float, shards: int | None = None) -> Record:
+def run_tests(seconds: float, shards: int | None = None, quiet_is_over: Callable[[], object] = lambda: None) -> Record:
     """Runs tests/gpu and counts: one process compiles, one runs tests that measure time, then several share the rest.
 
-    What has not come to its end after `seconds` is stopped, and is a failure.
+    What has not come to its end after `seconds` is stopped, and is a failure. `quiet_is_over` is called when nothing
+    measures time any more.
     """
     deadline = time.monotonic() + seconds
     shards = shards or SHARDS * max(1, torch.cuda.device_count())
@@ -77,6 +79,8 @@ def run_tests(seconds: float, shards: int | None = None) -> Record:
     with tempfile.TemporaryDirectory() as name:
         done: list[tuple[int | None, str | None]] = []
         for selections in ([["--compile-only"]], [["-m", "alone"]], parts):
+            if selections is parts:
+                quiet_is_over()
             found = run_pytest(selections, pathlib.Path(name), deadline)
             if selections != [["--compile-only"]]:
                 done += found
@@ -210,11 +214,24 @@ def needed(sections: Sequence[str], chosen: Sequence[Any], sms: int) -> list[Any
 
 
 def check(options: argparse.Namespace, progress: Progress) -> Record:
-    """Counts of tests and of what sanitizers found, which look at the same time: both need the host most."""
+    """Counts of tests and of what sanitizers found, which look at the same time: both need the host most.
+
+    Six host times were too long where sanitizers ran beside tests that measure time.
+    """
+    tests, quiet_is_over = dict(NOT_RUN), threading.Event()
+
+    def look() -> list[sanitize.Finding]:
+        quiet_is_over.wait()
+        return sanitize.run_tools() if "sanitizer" in options.sections else []
+
     with ThreadPoolExecutor(1) as pool:
-        looking = pool.submit(sanitize.run_tools) if "sanitizer" in options.sections else None
-        tests = run_tests(options.tests_timeout) if "tests" in options.sections else dict(NOT_RUN)
-        findings = looking.result() if looking else []
+        looking = pool.submit(look)
+        try:
+            if "tests" in options.sections:
+                tests = run_tests(options.tests_timeout, quiet_is_over=quiet_is_over.set)
+        finally:
+            quiet_is_over.set()
+        findings = looking.result()
     for finding in findings:
         if finding.errors != 0:
             print(f"{finding.tool}: {finding.reason or finding.errors}\n{finding.output[-2000:]}", flush=True)

@@ -468,16 +468,20 @@ def test_the_largest_score_may_come_anywhere():
         hold(dataclasses.replace(case, q=q, k_cache=codes, k_scale=torch.full_like(case.k_scale, 0.02)))
 
 
+@pytest.mark.parametrize("exponent", [20.5, 36.0])
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_many_weights_far_below_the_largest(kv_dtype):
-    """Keys of 2^-20.5 of the weight of one whose value is 0: a float16 holds that to 3%, and 2^7 times that to 0.1%."""
+def test_many_weights_far_below_the_largest(kv_dtype, exponent):
+    """Keys of 2^-20.5 of the weight of one whose value is 0: a float16 holds that to 3%, and 2^7 times that to 0.1%.
+
+    2^-36 is below what it holds: these keys count for nothing, as they do in the yardstick.
+    """
     options = {"kv_dtype": kv_dtype, "k_scales": "per_head", "v_scales": "per_head", "h_q": 2, "padded": False}
     case = usual(seqlens=[640], layout="BNSH", whole=True, **options)
     k, v = torch.zeros_like(case.k_cache, dtype=torch.float32), torch.full_like(case.v_cache, 64, dtype=torch.float32)
     k[:, :, 0], v[:, :, 0] = 20, 0
     scales = {name: torch.ones_like(getattr(case, name)) for name in ("k_scale", "v_scale")}
     caches = {"k_cache": k.to(case.k_cache.dtype), "v_cache": v.to(case.v_cache.dtype)}
-    softmax_scale = 20.5 * math.log(2) / (128 * 20)
+    softmax_scale = exponent * math.log(2) / (128 * 20)
     hold(dataclasses.replace(case, q=torch.ones_like(case.q), softmax_scale=softmax_scale, **scales, **caches))
 
 

@@ -28,6 +28,7 @@ from cute_kernels.gqa.reference import (
     visible_keys,
 )
 from tests.kit.compare import (
+    P_CUT,
     Comparison,
     Projections,
     Yardstick,
@@ -433,6 +434,7 @@ def gqa_yardstick(case: GqaCase) -> Yardstick:
 
     Where tokens have value scales of their own, codes stay as they are and probabilities are multiplied by the scale
     before they are rounded; to bfloat16, also if q is float16, whose exponents do not hold a product with any float32.
+    Over other caches of bytes P is float16, so what is below `P_CUT` is 0.
     """
     q, s_aux, alibi_slopes = case.q, case.s_aux, case.alibi_slopes
     known = LAYOUTS[case.layout]
@@ -453,6 +455,7 @@ def gqa_yardstick(case: GqaCase) -> Yardstick:
     width = d // groups if groups > 1 else default_width(d)
     token_scales = values_of.kind is not None and values_of.kind.granularity in TOKEN_SCALES
     operand = torch.bfloat16 if token_scales else q.dtype  # what P is rounded to
+    least = 0.0 if token_scales or case.v_cache.element_size() > 1 else P_CUT
     for work in visible_keys(
         batch,
         s_q,
@@ -490,7 +493,8 @@ def gqa_yardstick(case: GqaCase) -> Yardstick:
                 if sinks is not None:
                     share = share * torch.sigmoid(own_lse - sinks[heads])
                 own_scales = None if scales is None else scales[:, seen]
-                result = _rounded_product(weights, values[:, seen], own_scales, operand) * share
+                kept = torch.where(weights < least, 0.0, weights)
+                result = _rounded_product(kept, values[:, seen], own_scales, operand) * share
                 out[place], lse[place] = result.to(q.dtype), own_lse.squeeze(-1)
                 p, own = weights.double() * share, exact[:, seen]
                 noise[place] = (rounding_variance(weights.double(), operand) @ own.square()).sqrt() * share

@@ -71,6 +71,11 @@ class Caches:
             known = self._made[key] = fill_pages(cache, family, name, run=run, seed=4)
         return known
 
+    def clear(self) -> None:
+        """Frees all."""
+        self._made.clear()
+        self._bf16 = None
+
     def in_bf16(self, cache: torch.Tensor) -> torch.Tensor:
         """(pages, 64, 1, 576) bfloat16: the same tokens for peers without an FP8 cache."""
         if self._bf16 is None or self._bf16[0] is not cache:

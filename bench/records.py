@@ -41,7 +41,7 @@ AT_MOST: Final = ("us", "us_sustained", "worst_ratio", "slow_ratio")
 """Figures of which less is better; of all others that a case must reach, more is."""
 IDENTITY: Final = (
     *("op", "mode", "pass", "kv_dtype", "scales", "layout", "page_size", "batch", "h_q", "h_kv", "s_q", "d"),
-    *("topk", "s_k", "ragged", "tokens", "splits", "window", "deterministic", "scores"),
+    *("topk", "s_k", "ragged", "tokens", "splits", "window", "deterministic"),
     *("cache_format", "cache_layout", "extra_cache_format", "extra_topk"),
 )
 """Fields of which a case has some, and by which it is told from all others."""

@@ -158,12 +158,12 @@ def run_all(
     cases: Sequence[tuple[Case, Any]], ceilings: Mapping[str, float], progress: Progress, seconds: float = math.inf
 ) -> list[Record]:
     """The entry of each case, which comes with its store; see `run_each`."""
-    made = [(case, functools.partial(measure, case, store, ceilings)) for case, store in cases]
+    made = [(case, store, functools.partial(measure, case, store, ceilings)) for case, store in cases]
     return run_each(made, progress, seconds)
 
 
 def run_each(
-    cases: Sequence[tuple[Case, Callable[[], Record]]],
+    cases: Sequence[tuple[Case, Any, Callable[[], Record]]],
     progress: Progress,
     seconds: float = math.inf,
     after: Callable[[list[Record]], object] = lambda _: None,
@@ -171,16 +171,17 @@ def run_each(
     """The entries of cases, with the machine code that each ran; one that raises is recorded as failed.
 
     Args:
-        cases: each with what makes its entry.
+        cases: each with its store, which is cleared before the next one's fills, and with what makes its entry. The
+            caches of MLA and GQA and what sinks need are more than 80 GB.
         progress: shows how far it is.
         seconds: after which no case is begun.
         after: gets all entries after each case.
     """
     entries: list[Record] = []
     deadline = time.monotonic() + seconds
-    for number, (case, make) in enumerate(cases):
+    for number, (case, store, make) in enumerate(cases):
         if time.monotonic() > deadline:
-            progress.say(f"no time for {', '.join(left.name for left, _ in cases[number:])}")
+            progress.say(f"no time for {', '.join(left.name for left, *_ in cases[number:])}")
             break
         with progress.step(case.name, number, len(cases)), kernels_run.noting() as asked:
             try:
@@ -189,6 +190,9 @@ def run_each(
                 entry = {**case.key, "failed": f"{type(error).__name__}: {error}"[:500]}
                 progress.say(f"FAILED {entry['failed']}")
         entries.append({**entry, "kernels": kernels_run.digests(asked)})
+        needed_next = any(following is store for _, following, _ in cases[number + 1 : number + 2])
+        if hasattr(store, "clear") and not needed_next:
+            store.clear()
         torch.cuda.empty_cache()
         after(entries)
     return entries

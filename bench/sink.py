@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-import cute_kernels
+import cute_kernels.sink.op  # registers the operators of OPS
 from bench import peers
 from bench.gqa import heads_of_tokens
 from bench.in_layer import Timing

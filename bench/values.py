@@ -172,7 +172,8 @@ def run_all(
     after: Callable[[list[Record]], object] = lambda _: None,
 ) -> list[Record]:
     """The entries of cases; see `bench.run.run_each`."""
-    return run_each([(subject.case, functools.partial(run, subject)) for subject in chosen], progress, seconds, after)
+    made = [(subject.case, subject.store, functools.partial(run, subject)) for subject in chosen]
+    return run_each(made, progress, seconds, after)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -48,8 +48,7 @@ def _mla_name(case: Case) -> str:
         formats = f"{case['cache_format']} + {case['extra_cache_format']}"
         return f"{formats}: {heads(case)}, {case['topk']} + {up_to}{case['extra_topk']} keys"
     named = f"{case['cache_format']}: " if "cache_format" in case else ""
-    fp8 = ", fp8 scores" if case.get("scores") == "fp8" else ""
-    return f"{named}{case['mode']}, {heads(case)}, {up_to}{case[keys]} keys{fp8}"
+    return f"{named}{case['mode']}, {heads(case)}, {up_to}{case[keys]} keys"
 
 
 def heads(case: Case) -> str:

@@ -61,6 +61,11 @@ def _of_each_card(table: Callable[[Record], list[str]]) -> Callable[[Recorded], 
     return render
 
 
+def _side_by_side(table: Callable[[Record], tables.Columns]) -> Callable[[Recorded], list[str]]:
+    """One table of all cards, by their short names."""
+    return lambda found: tables.side_by_side({record["card"].split()[1]: table(record) for record in found.cards})
+
+
 def _speeds(part: str) -> Callable[[Recorded], list[str]]:
     return lambda found: speeds.speeds(part, found.cards)
 
@@ -71,13 +76,13 @@ PARTS: dict[str, Callable[[Recorded], list[str]]] = {
     "mla": _of_each_card(tables.mla),
     "mla-formats": _of_each_card(tables.mla_formats),
     "mla-power": _of_each_card(tables.power),
-    "mla-accuracy": _of_each_card(tables.accuracy),
-    "crossover": _of_each_card(tables.crossover),
+    "mla-accuracy": _side_by_side(tables.accuracy),
+    "crossover": _side_by_side(tables.crossover),
     "gqa": _of_each_card(tables.gqa),
     "sink": _of_each_card(tables.sink),
-    "sink-routing": _of_each_card(tables.routing),
+    "sink-routing": _side_by_side(tables.routing),
     "append-merge": _of_each_card(tables.append_merge),
-    "values": _of_each_card(tables.values),
+    "values": _side_by_side(tables.values),
     **{part: functools.partial(lambda table, found: table(), table) for part, table in budget.PARTS.items()},
     "budget-errors": _of_each_card(budget.errors),
     "vllm": lambda found: vllm.page(found.vllm),

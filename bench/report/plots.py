@@ -31,7 +31,7 @@ def draw(record: Record, folder: pathlib.Path) -> list[str]:
 
 
 def _is_usual(case: Case) -> bool:
-    return "cache_format" not in case and case.get("scores", "exact") == "exact"
+    return "cache_format" not in case
 
 
 def _panels(cases: Sequence[Case], key: str) -> Panels:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from bench.kernels_run import mark
 from bench.records import MORE_TOOLS, SANITIZER_TOOLS, case_name
@@ -48,6 +49,26 @@ def case_table(title: str, cases: Sequence[Case]) -> list[str]:
         shown = ("us", *ERRORS) if "failed" in case else COLUMNS
         rows.append([name(case) + mark(case), *(COLUMNS[one](case) if one in shown else MISSING for one in COLUMNS)])
     return dense([title, *COLUMNS], rows)
+
+
+class Columns(NamedTuple):
+    """A table of one card of which pages show those of all cards side by side: its header, and a row a case."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def side_by_side(parts: Mapping[str, Columns]) -> list[str]:
+    """The columns of each card, by its name, in one table with a row for each case that a card has."""
+    cases = dict.fromkeys(row[0] for part in parts.values() for row in part.rows)
+    cells = [{row[0]: row[1:] for row in part.rows} for part in parts.values()]
+    header = [f"{card}: {column}" for card, part in parts.items() for column in part.header[1:]]
+    absent = [[MISSING] * (len(part.header) - 1) for part in parts.values()]
+    rows = [
+        [case, *(cell for found, none in zip(cells, absent, strict=True) for cell in found.get(case, none))]
+        for case in cases
+    ]
+    return dense([*(part.header[0] for part in [*parts.values()][:1]), *header], rows)
 
 
 def dense(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -157,32 +178,32 @@ def power(record: Record) -> list[str]:
     return dense(["case", *own, *(f"FlashMLA: {column}" for column in own), "its time / ours"], rows)
 
 
-def crossover(record: Record) -> list[str]:
+def crossover(record: Record) -> Columns:
     """The cases that are timed with each exchange forced."""
     ways = ("none", "codes", "values")
     rows = [
-        [name(case) + mark(case), *(short(case["exchange_us"][way]) for way in ways)]
+        [name(case), *(short(case["exchange_us"][way]) + mark(case) for way in ways)]
         for case in cases_of(record, "mla_fp8_decode")
         if "exchange_us" in case
     ]
-    return dense(["batch x heads x s_q", *(f'"{way}", us' for way in ways)], rows)
+    return Columns(["batch x heads x s_q", *(f'"{way}", us' for way in ways)], rows)
 
 
-WAYS = {"exact": "exact", "fp8": "fp8 scores", "bf16 keys": "keys in bf16", "flash_mla": "FlashMLA"}
+WAYS = {"exact": "exact", "bf16 keys": "keys in bf16", "flash_mla": "FlashMLA"}
 """Entries of the record's accuracy, and what the table calls them."""
 
 
-def accuracy(record: Record) -> list[str]:
+def accuracy(record: Record) -> Columns:
     """Errors of output and log-sum-exp, a row for each kind of inputs."""
     rows = []
     for row in record.get("accuracy", ()):
         found = [row["errors"].get(way, {}) for way in WAYS]
         cells = [f"{scientific(one.get('out'))}, {scientific(one.get('lse'))}" if one else MISSING for one in found]
-        rows.append([row["inputs"], row["scales"].replace("power_of_two", "powers of two"), *cells])
-    return dense(["inputs", "scales", *(f"{way}: out, log-sum-exp" for way in WAYS.values())], rows)
+        rows.append([f"{row['inputs']}; {row['scales'].replace('power_of_two', 'powers of two')}", *cells])
+    return Columns(["inputs; scales", *(f"{way}: out, log-sum-exp" for way in WAYS.values())], rows)
 
 
-def routing(record: Record) -> list[str]:
+def routing(record: Record) -> Columns:
     """Few queries: microseconds decoded and prefilled, that of the route taken in bold."""
     cases = [case for case in cases_of(record, "sink_attention") if case.get("pass") == "routing"]
     queries = list(dict.fromkeys(case["s_q"] for case in cases))
@@ -193,7 +214,7 @@ def routing(record: Record) -> list[str]:
         [f"{batch} x {keys}", *(_both_routes(row.get(s_q)) for s_q in queries)]
         for (batch, keys), row in by_size.items()
     ]
-    return dense(["batch x keys: decoded / prefilled, us", *(f"s_q {s_q}" for s_q in queries)], rows)
+    return Columns(["batch x keys: decoded / prefilled, us", *(f"s_q {s_q}" for s_q in queries)], rows)
 
 
 def _both_routes(case: Case | None) -> str:
@@ -203,21 +224,22 @@ def _both_routes(case: Case | None) -> str:
     return " / ".join(f"**{us}**" if route == case["route"] else us for route, us in times.items()) + mark(case)
 
 
-def values(record: Record) -> list[str]:
+def values(record: Record) -> Columns:
     """A row for each case that was timed with families of values."""
     ratios = {
         "worst_ratio": "x N(0,1)",
-        "slow_ratio": "slow family, x N(0,1)",
-        "normal_ratio_peer": "FlashMLA / ours: N(0,1)",
-        "worst_ratio_peer": "with the worst values",
+        "slow_ratio": "slow family, x",
+        "normal_ratio_peer": "FlashMLA / ours",
+        "worst_ratio_peer": "with the worst",
     }
     rows = []
     for entry in record.get("values", []):
-        label = case_name(entry) + mark(entry)
+        label = case_name(entry)
         if "failed" in entry:
             rows.append([label, "failed", *[MISSING] * (2 + len(ratios))])
             continue
         wrong = f"; not measured: {', '.join(entry['wrong'])}" if "wrong" in entry else ""
-        times = [short(entry["values"].get("normal")), entry["worst_family"] + wrong, short(entry["worst_us"])]
+        normal = short(entry["values"].get("normal")) + mark(entry)
+        times = [normal, entry["worst_family"] + wrong, short(entry["worst_us"])]
         rows.append([label, *times, *(hundredths(entry.get(key)) for key in ratios)])
-    return dense(["case", "N(0,1), us", "worst values", "us", *ratios.values()], rows)
+    return Columns(["case", "N(0,1), us", "worst values", "us", *ratios.values()], rows)

@@ -36,6 +36,7 @@ from tests.kit.gqa_cases import SCALE_NAMES, VALUES, GqaCase, check_gqa, gqa_cas
 from tests.kit.mla_cases import SCALE_KINDS, DecodeCase, dense_case, ragged_lengths, sparse_case
 
 NUM_SMS: Final = 132
+SHORT: Final = 300  # more than one CTA reads alone
 LONG: Final = 131_072
 MOST_CLUSTERS: Final = 15
 """Clusters of eight CTAs for which the plan has room on so many SMs."""
@@ -205,7 +206,7 @@ def _cluster_is_planned(kv_dtype: str, d: int, ratio: int, s_q: int, h_kv: int, 
     itemsize, rows = _itemsize(kv_dtype), ratio * s_q
     columns, warps = gqa_plan.columns_for(rows, d, itemsize), gqa_plan.warps_for(d, itemsize)
     spec = GqaDecodeSpec("bfloat16", _DTYPES_OF_SPEC[kv_dtype], d, columns, warps=warps)
-    return gqa_plan.cluster_for(spec, 1, h_kv, rows, 1, NUM_SMS) > 1
+    return gqa_plan.cluster_for(spec, 1, h_kv, rows, SHORT, NUM_SMS) > 1
 
 
 def _both_or_none(one: str, other: str) -> bool:
@@ -220,7 +221,7 @@ GQA: Final = Model(
         "s_q": (1, 2, 5, 8),
         "h_kv": (2, 1, 3),
         "splits": ("cluster", "ranges", 1, 3, 64, 128, 256),
-        "longest": (300, 1500, LONG),
+        "longest": (SHORT, 1500, LONG),
         "q_dtype": ("bf16", "fp16"),
         "k_scales": ("none", *SCALE_NAMES),
         "v_scales": ("none", *SCALE_NAMES),
@@ -255,7 +256,7 @@ GQA: Final = Model(
         Rule(("splits", "longest"), lambda splits, longest: longest < LONG or splits != "cluster"),
         Rule(("kv_dtype", "d", "ratio", "s_q", "h_kv", "splits"), _cluster_is_planned),
     ),
-    usual=(("longest", 300),),
+    usual=(("longest", SHORT),),
 )  # fmt: skip
 
 # ---- mla_fp8_decode

@@ -144,8 +144,8 @@ def faster(case: Case, times: bool = False) -> str:
     found = []
     for peer, entry in (case.get("peers") or {}).items():
         if "ratio" in entry:
-            under_load = f" ({hundredths(entry['ratio_sustained'])} under load)" if "ratio_sustained" in entry else ""
+            under_load = f" ({hundredths(entry['ratio_sustained'])})" if "ratio_sustained" in entry else ""
             note = f", {entry['note']}" if times and entry.get("note") else ""
-            us = f" ({short(entry['us'])} us{note})" if times else ""
-            found.append(f"{hundredths(entry['ratio'])} x {PEERS.get(peer, peer)}{under_load}{us}")
-    return ", ".join(found) or MISSING
+            us = f", {short(entry['us'])} us{note}" if times else ""
+            found.append(f"{PEERS.get(peer, peer)} {hundredths(entry['ratio'])}{under_load}{us}")
+    return "; ".join(found) or MISSING

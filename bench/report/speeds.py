@@ -76,10 +76,10 @@ def _figures(record: Record, case: Case | None) -> tuple[str, str]:
         return (MISSING if case is None else "check failed"), MISSING
     us, speed = short(case["us"]), faster(case)
     if case["op"] == "gqa_decode" and "read_fraction" in case:
-        speed = f"{hundredths(case['read_fraction'])} of reads" + (f", {speed}" if speed != MISSING else "")
+        speed = f"{hundredths(case['read_fraction'])} of reads" + (f"; {speed}" if speed != MISSING else "")
     worst = values_of(record, case)
     if worst:
         us += f"; worst values ({worst['worst_family']}) {worst['worst_ratio']:.2f} x"
         if "worst_ratio_peer" in worst:
-            speed += f"; worst values {worst['worst_ratio_peer']:.2f} x"
+            speed += f"; worst values {worst['worst_ratio_peer']:.2f}"
     return us, speed

@@ -13,7 +13,7 @@ their defaults (`qv`, rotary encoding, `cache_batch_idx`, `cache_leftpad`, `cu_s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -100,9 +100,7 @@ def flash_attn_with_kvcache(
         NotImplementedError: an argument that cannot be honoured, by name.
         TypeError, ValueError: what `gqa_decode` refuses; there `page_table` is called block_table.
     """
-    # imported here, so that importing this module loads no kernel
-    from cute_kernels.gqa.op import check_decode, gqa_decode
-    from cute_kernels.gqa.request import DECODE
+    from cute_kernels.gqa.op import gqa_decode  # here, so that importing this module loads no kernel
 
     _refuse(
         qv=qv, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens,
@@ -113,11 +111,9 @@ def flash_attn_with_kvcache(
     seen = _Seen.of(causal, window_size)
     table = _either("page_table", page_table, "block_table", block_table)
     queries, lse_of = _batched(q, cu_seqlens_q, max_seqlen_q)
-    batch = queries.shape[0]
     if isinstance(cache_seqlens, int):
         check_int("cache_seqlens", cache_seqlens, -_MAX_LENGTH - 1, _MAX_LENGTH)
-        length = max(cache_seqlens, 0)
-        cache_seqlens = torch.full((batch,), length, dtype=torch.int32, device=q.device)
+        cache_seqlens = torch.full((len(queries),), max(cache_seqlens, 0), dtype=torch.int32, device=q.device)
     if (k is None) != (v is None):
         raise ValueError(f"{'k' if k is None else 'v'}: got None; needs a tensor, as the other one is")
     _check_alibi(alibi_slopes, seen, queries.shape[1])
@@ -138,18 +134,7 @@ def flash_attn_with_kvcache(
         "out": None if out is None else out.view(queries.shape),
     }
     if k is not None and v is not None:
-        if cache_seqlens is None:
-            fail("cache_seqlens", "None with k and v", "the tokens before them")
-        if not torch.compiler.is_compiling():
-            check_decode(DECODE.request(**given))  # before anything is stored
-        _check_new(k, v, queries, k_cache)
-        if not torch.compiler.is_compiling():
-            read = {"k": k, "v": v, **{name: t for name, t in given.items() if isinstance(t, torch.Tensor)}}
-            caches = {name: read.pop(name) for name in ("k_cache", "v_cache")}
-            check_written(caches, read)
-        _store(((k_cache, k), (v_cache, v)), cache_seqlens, table)
-        # clamped before the sum: any length below 0 or beyond the cache is legal
-        given["cache_seqlens"] = cache_seqlens.clamp(0, _MAX_LENGTH - k.shape[1]) + k.shape[1]
+        given["cache_seqlens"] = _append(k, v, given)
     result, lse = gqa_decode(**given, return_lse=True)
     result = result.view(q.shape) if out is None else out
     return (result, lse_of(_with_sinks(lse, given["s_aux"]))) if return_softmax_lse else result
@@ -407,6 +392,26 @@ def _written(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
     check_tensor("out", out, dtype=result.dtype, shape=tuple(result.shape), device=result.device)
     check_written({"out": out}, {})
     return out.copy_(result)
+
+
+def _append(k: torch.Tensor, v: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
+    """Stores new tokens behind those of each sequence, if the call is one of `gqa_decode`; returns the new lengths."""
+    from cute_kernels.gqa.op import check_decode
+    from cute_kernels.gqa.request import DECODE
+
+    lengths = given["cache_seqlens"]
+    if lengths is None:
+        fail("cache_seqlens", "None with k and v", "the tokens before them")
+    if not torch.compiler.is_compiling():
+        check_decode(DECODE.request(**given))  # before anything is stored
+    _check_new(k, v, given["q"], given["k_cache"])
+    if not torch.compiler.is_compiling():
+        read = {"k": k, "v": v, **{name: t for name, t in given.items() if isinstance(t, torch.Tensor)}}
+        caches = {name: read.pop(name) for name in ("k_cache", "v_cache")}
+        check_written(caches, read)
+    _store(((given["k_cache"], k), (given["v_cache"], v)), lengths, given["block_table"])
+    # clamped before the sum: any length below 0 or beyond the cache is legal
+    return lengths.clamp(0, _MAX_LENGTH - k.shape[1]) + k.shape[1]
 
 
 def _store(

@@ -43,5 +43,5 @@ pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-
   'setuptools<81' tiktoken uvloop watchfiles 'xgrammar>=0.2.1,<1'
 # the one that this transformers loads kernels of the hub by: for continuous batching
 "${pip[@]}" 'kernels>=0.16,<0.17'
-"${pip[@]}" 'hypothesis>=6.100' 'pytest>=8.3' 'pytest-xdist>=3.6,<4'
+"${pip[@]}" 'hypothesis>=6.100' 'pytest>=8.3,<9.2' 'pytest-xdist>=3.6,<4'
 "${pip[@]}" --editable .

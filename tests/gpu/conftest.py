@@ -32,6 +32,7 @@ from cute_kernels.sink import backward_spec as sink_backward_spec
 from cute_kernels.sink import spec as sink_spec
 from tests.kit.compare import Comparison, check_decode
 from tests.kit.mla_cases import DecodeCase
+from tests.kit.sink_calls import change_results
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -123,6 +124,12 @@ def free_memory() -> Iterator[None]:
     """Frees cached memory: some cases fill gigabytes, in blocks of sizes that no other case asks for."""
     yield
     torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def poisoned_sink(monkeypatch: pytest.MonkeyPatch, free_memory: None) -> None:
+    """Fills the results of `sink_attention` with NaN before its kernels are launched."""
+    change_results(monkeypatch, lambda t: t.fill_(torch.nan))
 
 
 RunDecode = Callable[..., Comparison]

@@ -107,7 +107,7 @@ class GqaCase:
     index_block: int = 128
 
     def arguments(self) -> dict[str, Any]:
-        """All arguments by name, for the decode, the oracle and the emulation."""
+        """Arguments by name, for the decode, the oracle and the emulation."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def outputs(self, *, padded: bool = False) -> tuple[PoisonedOutput, PoisonedOutput]:
@@ -155,36 +155,25 @@ def gqa_case(
         s_q: queries of each sequence.
         layout: name of the layout.
         page_size: tokens of a page, for paged layouts.
-        kv_dtype: one of `KV_DTYPES`; or of `FOUR_BITS`, which have float32 scales per token and head.
+        kv_dtype: one of `KV_DTYPES` or of `FOUR_BITS`; the latter have float32 scales per token and head.
         q_dtype: bfloat16 or float16; a 16-bit cache needs the same.
-        k_scales: one of `SCALE_NAMES`. Ignored for 16-bit caches; None, for both, leaves an FP8 cache without.
-        v_scales: likewise.
+        k_scales, v_scales: one of `SCALE_NAMES`, ignored for 16-bit caches. If both are None, an FP8 cache has no scales.
         scale_dtype: float32 or float16.
         values: one of `VALUES`.
-        causal: as the decode takes it, and so are `window` and `softcap`.
-        window: see there.
-        softcap: see there.
+        causal, window, softcap: as `gqa_decode` takes them.
         alibi: "none", or slopes per "head" or per "batch" row and head.
         sink: "none", "finite", or "inf": finite ones with some +inf and some -inf among them.
-        bad_entries: a tenth of the block table's entries within the sequences is out of range.
-        whole: contiguous layouts: no cache_seqlens, all tokens of the cache; all `seqlens` must be equal.
-        padded: q, caches, scales and block table not contiguous.
-        query_size: standard deviation of the logits, of those of large keys if keys differ in size.
-        seed: of the generator.
-        device: of all tensors.
+        bad_entries: whether a tenth of the block table's entries within the sequences is out of range.
+        whole: whether a contiguous cache comes without cache_seqlens; then all `seqlens` must be equal.
+        padded: whether q, caches, scales and block table are not contiguous.
+        query_size: standard deviation of the logits; if keys differ in size, of the logits of large keys.
+        seed: seed of the generator.
+        device: where all tensors are made.
     """
     if values not in VALUES:
         raise ValueError(f"values: got {values!r}, needs one of {', '.join(VALUES)}")
     known, gen = LAYOUTS[layout], generator(seed, device)
-    four_bits = kv_dtype in FOUR_BITS
-    both = [getattr(torch, name) for name in KINDS[kv_dtype]] if four_bits else [KV_DTYPES[kv_dtype]] * 2
-    dtypes: dict[Which, torch.dtype] = {"k": both[0], "v": both[1]}
-    dtype = dtypes["k"]
-    itemsize = dtype.itemsize
-    if itemsize == 2:
-        k_scales = v_scales = None
-    named: dict[Which, str | None] = {"k": k_scales, "v": v_scales}
-    kinds = {which: None if name is None else SCALE_NAMES[name] for which, name in named.items()}
+    stored = _stored(kv_dtype, k_scales, v_scales)
     lengths = torch.tensor(list(seqlens), dtype=torch.int64, device="cpu")
     batch, longest = len(lengths), int(lengths.max()) if len(lengths) else 0
     table = None
@@ -198,27 +187,20 @@ def gqa_case(
         table = table.int().to(gen.device)
         table = strided_int(table) if padded else table
 
-    narrow = q_dtype == torch.float16 or scale_dtype == torch.float16 or dtype == torch.float16
+    narrow = torch.float16 in (q_dtype, scale_dtype, stored["k"][0])
     caches: dict[str, torch.Tensor] = {}
     scales: dict[str, torch.Tensor | None] = {}
-    sizes_of_keys = torch.ones((h_kv, d), dtype=torch.float32, device=gen.device)
-    for which, kind in kinds.items():
-        codes = _empty_cache(sizes, known, which, dtypes[which], padded, gen)
-        scale = None if kind is None else _empty_scale(sizes, known, kind, scale_dtype, padded, gen)
+    for which, (dtype, kind) in stored.items():
+        codes = caches[which] = _empty_cache(sizes, known, which, dtype, padded, gen)
+        scale = scales[which] = None if kind is None else _empty_scale(sizes, known, kind, scale_dtype, padded, gen)
         base = _wild_base(h_kv, d, kind, narrow, gen) if values == "wild" else None
-        cache = ScaledCache(codes, scale, known, which, sizes)
-        _fill(cache, used_outer, used_rows, sizes, values, base, gen)
-        if which == "k" and base is not None:
-            # codes of int8 have a standard deviation of 74, those of FP8 are made to have 64, and codes of 4 bits less
-            # zero points one of 6.5 before they are rotated back
-            size = 1 if itemsize == 2 else 6.5 / math.sqrt(d) if dtype == torch.uint8 else 70
-            sizes_of_keys = size * (base if itemsize == 2 or kind else torch.ones_like(base))
-        elif which == "k" and values == "channels":
-            sizes_of_keys[:, _outlier_channels(d)] = OUTLIER_FACTOR
-        caches[which], scales[which] = codes, scale
+        _fill(ScaledCache(codes, scale, known, which, sizes), used_outer, used_rows, sizes, values, base, gen)
+        if which == "k":
+            ones = torch.ones((h_kv, d), dtype=torch.float32, device=gen.device)
+            key_sizes = _key_sizes(ones, dtype, kind, values, base)
 
     # Whatever the size of keys is, q stays near 1 in its largest channels, and the softmax scale does the rest.
-    factor = sizes_of_keys.reciprocal()
+    factor = key_sizes.reciprocal()
     largest = factor.amax()
     q = normal((batch, s_q, h_kv, h_q // h_kv, d), gen)
     wild = values == "wild"
@@ -239,8 +221,34 @@ def gqa_case(
         s_aux=sink_logits(h_q, sink, gen),
         softmax_scale=query_size * float(largest) / math.sqrt(d) if wild else None,
         cache_starts=None if starts is None else torch.tensor(list(starts), dtype=torch.int32, device=gen.device),
-        kind=kv_dtype if four_bits else None,
+        kind=kv_dtype if kv_dtype in FOUR_BITS else None,
     )
+
+
+def _stored(
+    kv_dtype: str, k_scales: str | None, v_scales: str | None
+) -> dict[Which, tuple[torch.dtype, ScaleKind | None]]:
+    """Dtype of the codes and granularity of the scales of each cache; a 16-bit cache has no scales."""
+    four_bits = kv_dtype in FOUR_BITS
+    k, v = (getattr(torch, name) for name in KINDS[kv_dtype]) if four_bits else [KV_DTYPES[kv_dtype]] * 2
+    plain = k.itemsize == 2
+    kinds = [None if plain or name is None else SCALE_NAMES[name] for name in (k_scales, v_scales)]
+    return {"k": (k, kinds[0]), "v": (v, kinds[1])}
+
+
+def _key_sizes(
+    ones: torch.Tensor, dtype: torch.dtype, kind: ScaleKind | None, values: str, base: torch.Tensor | None
+) -> torch.Tensor:
+    """How large keys are in each channel (h_kv, d); `ones` have that shape."""
+    d = ones.shape[1]
+    if base is not None:
+        # codes of int8 have a standard deviation of 74, those of FP8 are made to have 64, and codes of 4 bits less
+        # zero points one of 6.5 before they are rotated back
+        size = 1 if dtype.itemsize == 2 else 6.5 / math.sqrt(d) if dtype == torch.uint8 else 70
+        return size * (base if dtype.itemsize == 2 or kind else ones)
+    if values == "channels":
+        ones[:, _outlier_channels(d)] = OUTLIER_FACTOR
+    return ones
 
 
 def _slopes(alibi: str, batch: int, h_q: int, gen: torch.Generator) -> torch.Tensor | None:

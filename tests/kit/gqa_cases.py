@@ -157,7 +157,7 @@ def gqa_case(
         page_size: tokens of a page, for paged layouts.
         kv_dtype: one of `KV_DTYPES` or of `FOUR_BITS`; the latter have float32 scales per token and head.
         q_dtype: bfloat16 or float16; a 16-bit cache needs the same.
-        k_scales, v_scales: one of `SCALE_NAMES`, ignored for 16-bit caches. If both are None, an FP8 cache has no scales.
+        k_scales, v_scales: one of `SCALE_NAMES`, ignored for 16-bit caches; both None for an FP8 cache without scales.
         scale_dtype: float32 or float16.
         values: one of `VALUES`.
         causal, window, softcap: as `gqa_decode` takes them.

@@ -1,4 +1,4 @@
-"""Whether results have the same bits, those of NaNs included."""
+"""Comparison of results bit by bit, including the bits of NaNs."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def latent_tokens(n: int, gen: torch.Generator, *, scales: str = "absmax", outli
 
     Args:
         n: number of tokens.
-        gen: decides values and device.
+        gen: the generator, whose device is used.
         scales: one of `SCALE_KINDS`.
         outliers: multiply five channels by 20, as trained models have them. Not with "mixed".
     """
@@ -315,8 +315,8 @@ def sparse_case(
         sink: "none", "finite", or "inf": finite ones with some +inf and some -inf among them.
         padded: q, indices and the caches' pages not contiguous.
         query_size: standard deviation of the logits, about.
-        seed: of the generator.
-        device: of all tensors.
+        seed: the seed of the generator.
+        device: where all tensors are made.
     """
     gen = generator(seed, device)
     given: dict[str, Any] = {}
@@ -415,8 +415,8 @@ def dense_case(
         sink: as in `sparse_case`.
         padded: q, block table and the cache's pages not contiguous.
         query_size: see there.
-        seed: of the generator.
-        device: of all tensors.
+        seed: the seed of the generator.
+        device: where all tensors are made.
     """
     gen, formats = generator(seed, device), (cache_format,)
     batch, lengths = len(seqlens), torch.tensor(list(seqlens), dtype=torch.int64, device="cpu")

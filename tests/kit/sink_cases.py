@@ -121,8 +121,8 @@ def sink_case(
         packed: sequences one after the other; otherwise a batch.
         sinks: one of `SINKS`.
         padded: tensors not contiguous, NaN between their rows.
-        seed: of the generator.
-        device: of all tensors.
+        seed: the seed of the generator.
+        device: where all tensors are made.
     """
     gen = generator(seed, device)
 

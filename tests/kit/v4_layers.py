@@ -51,7 +51,7 @@ def v4_call(heads: int, extra: bool = True, plain: bool = False, device: str = "
         heads: real ones.
         extra: with a compressed cache.
         plain: lists of valid slots without lengths, zeros in heads that are not real: what FlashMLA takes as well.
-        device: of all tensors.
+        device: where all tensors are made.
     """
     padded = 64 if heads <= 64 else 128
     formats = ("v4", "v4") if extra else ("v4",)

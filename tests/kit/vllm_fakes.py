@@ -86,7 +86,7 @@ def sparse_mla_layer(
         requests: with two tokens each.
         topk: positions of a token, a hundredth of them -1.
         tokens: of each request.
-        device: of all tensors.
+        device: where all tensors are made.
     """
     gen = generator(0)
     impl: Any = object.__new__(impl_cls)

@@ -74,7 +74,7 @@ class AppendPages:
 
     @property
     def view(self) -> torch.Tensor:
-        """The pages as serving stacks pass them: (num_pages, page_size, 1, token_bytes) uint8. Planar pages have other rows."""
+        """The pages as serving stacks pass them, (num_pages, page_size, 1, token_bytes) uint8; planar rows differ."""
         size = self.token_format.token_bytes
         token_stride = size if self.layout.cache_layout == "planar" else self.layout.data_stride
         return self.buffer.as_strided((*self.shape, 1, size), (self.page_stride, token_stride, size, 1), 16)

@@ -57,7 +57,7 @@ class Model:
         return {name: [rule for rule in self.rules if name in rule.names] for name in self.factors}
 
     def keeps_rules(self, row: Mapping[str, Any], name: str | None = None) -> bool:
-        """Whether a row breaks no rule, or no rule about one factor. A rule about a factor without a value is not checked.
+        """Whether a row breaks no rule, or no rule about one factor. Rules about factors without a value are skipped.
 
         Args:
             row: values of some factors.

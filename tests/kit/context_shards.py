@@ -51,7 +51,7 @@ class LocalPages:
 
 
 def mla_dense(case: DecodeCase, rank: int, world_size: int, interleave: int, page_size: int) -> dict[str, Any]:
-    """This rank's arguments: those of the case with its own cache and table. Lengths stay those of the whole context."""
+    """This rank's arguments: the case's, with its own cache and table. Lengths stay those of the whole context."""
     assert case.block_table is not None and case.cache_seqlens is not None
     device, whole_page = case.q.device, case.kv_cache.shape[1]
     pages = LocalPages(case.cache_seqlens.tolist(), page_size, rank, world_size, interleave)

@@ -47,7 +47,7 @@ Q_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCALE_DTYPES: Final = {"float32": torch.float32, "float16": torch.float16}
 PAGE_SIZES: Final = {"none": 0, "smallest": 1, "small": 16, "large": 64, "tiles": 256}
 PACKED_PAGE_SIZES: Final = dict(zip(("smallest", "small", "large"), X_PACKED.page_sizes, strict=True))
-"""Tokens of a page. A copy brings a page or 128 tokens, whichever is smaller; a page of "tiles" has several such tiles."""
+"""Tokens of a page. A copy brings a page or 128 tokens, whichever is less; a page of "tiles" is several copies."""
 
 
 def _room(longest: int, page_size: int) -> int:
@@ -113,7 +113,7 @@ class GqaRow:
         return max(3, MOST_PAIRS // heads + 1) if self.splits == "ranges" else 3
 
     def seqlens(self, short: bool = False) -> list[int]:
-        """Tokens of each sequence: the longest first, then lengths around borders of tiles and pages, and random lengths."""
+        """Tokens of each sequence: the longest, then lengths around borders of tiles and pages, and random ones."""
         longest, batch = (40, min(self.batch, 2)) if short else (self.longest, self.batch)
         others = ragged_lengths(batch - 1, min(longest, 2500), max(self.page_size, 1), seed=self.seed)
         return [longest, *others]

@@ -50,7 +50,7 @@ def flash_mla_with_kvcache(
 
 
 class DeepseekV4FlashMLAAttention:
-    """A layer with a window's cache and, unless `extra_cache` is None, a compressed one. Heads of q and output are padded."""
+    """A layer with a window's cache and, unless `extra_cache` is None, a compressed one. Heads of q are padded."""
 
     def __init__(
         self,

@@ -56,7 +56,7 @@ KV_DTYPES: Final = {
     "fp16": torch.float16,
 }
 FOUR_BITS: Final = tuple(ROTATED_KINDS)
-"""Kinds with rotated 4-bit codes, "int8_k_int4_v" and "int4"."""
+"""Kinds with rotated 4-bit codes: "int8_k_int4_v" and "int4"."""
 SCALE_NAMES: Final = {
     "per_tensor": ScaleKind("per_tensor"),
     "per_head": ScaleKind("per_head"),
@@ -69,23 +69,23 @@ VALUES: Final = ("normal", "channels", "tokens", "wild")
 """What a cache holds:
 
 normal    N(0,1), quantized with the scales that its absmax asks for
-channels  the same with some channels times 20, as trained models have them in K
-tokens    the same with one token in 50 times 20 in V and times 3 in K
+channels  like normal, with some channels times 20, as trained models have them in K
+tokens    like normal, with one token in 50 times 20 in V and times 3 in K
 wild      codes of the whole range, scales of random size: between heads from 1e-6 to 1e3 (1e-3 to 10 where q or the
           scales are float16), between groups of a head up to 1e6, between tokens up to 1e4 below that
 """
 GROUP_DECADES: Final = 6.0
-"""Queries are as much smaller as scales are larger, so that scores are of usual size. A row of Q is float16 in the
-kernel: 10^9 between two groups of a row left the smaller numbers so few bits that a log-sum-exp was off by 2e-4."""
+"""Queries shrink as scales grow, so that scores are of usual size. A row of Q is float16 in the kernel: with 10^9
+between two groups of a row, the smaller numbers had so few bits that a log-sum-exp was off by 2e-4."""
 OUTLIER_TOKEN_SHARE: Final = 1 / 50
 FP8_MAX: Final = 448.0
 ELEMENTS_PER_CHUNK: Final = 1 << 26
-"""Elements of a cache made at a time: 268 MB as float32."""
+"""Number of elements of a cache that are made at a time: 268 MB as float32."""
 
 
 @dataclass(frozen=True)
 class GqaCase:
-    """One call of `gqa_decode`; tensors as in its docstring."""
+    """One call of `gqa_decode`. The tensors are those of its docstring."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -111,7 +111,6 @@ class GqaCase:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def outputs(self, *, padded: bool = False) -> tuple[PoisonedOutput, PoisonedOutput]:
-        """Poisoned buffers for out and lse."""
         out = PoisonedOutput(tuple(self.q.shape), self.q.dtype, self.q.device, padded=padded)
         return out, PoisonedOutput(tuple(self.q.shape[:3]), torch.float32, self.q.device, padded=padded)
 
@@ -144,7 +143,7 @@ def gqa_case(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> GqaCase:
-    """A decode over a cache in which all that no query sees is poison; pages are those of a `block_table`.
+    """A decode whose cache is poison wherever no query looks. Pages are those of a `block_table`.
 
     Args:
         seqlens: tokens of each sequence, 0 allowed; their number is the batch.
@@ -199,7 +198,7 @@ def gqa_case(
             ones = torch.ones((h_kv, d), dtype=torch.float32, device=gen.device)
             key_sizes = _key_sizes(ones, dtype, kind, values, base)
 
-    # Whatever the size of keys is, q stays near 1 in its largest channels, and the softmax scale does the rest.
+    # q stays near 1 in its largest channels whatever the size of keys; the softmax scale does the rest
     factor = key_sizes.reciprocal()
     largest = factor.amax()
     q = normal((batch, s_q, h_kv, h_q // h_kv, d), gen)
@@ -289,7 +288,7 @@ def _used_slots(
 
 
 def _apart(shape: tuple[int, ...], itemsize: int, padded: bool) -> tuple[int, tuple[int, ...]]:
-    """Elements and strides of a tensor whose outermost items lie 16 bytes further apart than they must if padded."""
+    """Size and strides of a tensor. If padded, its outermost items lie 16 bytes further apart than needed."""
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     if padded and len(shape) > 1:
         unit = ALIGNMENT // itemsize
@@ -300,7 +299,7 @@ def _apart(shape: tuple[int, ...], itemsize: int, padded: bool) -> tuple[int, tu
 def _empty_cache(
     sizes: CacheSizes, layout: CacheLayout, which: Which, dtype: torch.dtype, padded: bool, gen: torch.Generator
 ) -> torch.Tensor:
-    """A cache of poison: NaN, or random codes of int8."""
+    """A cache full of poison: NaN, or random codes if the dtype has no NaN."""
     shape = layout.shape(which, sizes, dtype.itemsize)
     if dtype == torch.uint8:
         shape = (*shape[:-1], shape[-1] // 2)
@@ -309,7 +308,7 @@ def _empty_cache(
         info = torch.iinfo(dtype)
         storage = integers(info.min, info.max + 1, (elements,), gen, dtype)
     else:
-        # every byte 0xFF is a NaN in all of them
+        # a byte of 0xFF is a NaN in each of these dtypes
         storage = torch.full((elements * dtype.itemsize,), 0xFF, dtype=torch.uint8, device=gen.device).view(dtype)
     return storage.as_strided(shape, strides)
 
@@ -317,7 +316,7 @@ def _empty_cache(
 def _empty_scale(
     sizes: CacheSizes, layout: CacheLayout, kind: ScaleKind, dtype: torch.dtype, padded: bool, gen: torch.Generator
 ) -> torch.Tensor:
-    """NaN scales; the shape of per_tensor is () or (1,), drawn."""
+    """Scales of NaN. A per_tensor scale has shape () or (1,), chosen at random."""
     shape = scale_shapes(layout, sizes)[kind]
     if kind.granularity == "per_tensor" and uniform((), gen) < 0.5:
         shape = ()
@@ -326,7 +325,7 @@ def _empty_scale(
 
 
 def _wild_base(h_kv: int, d: int, kind: ScaleKind | None, narrow: bool, gen: torch.Generator) -> torch.Tensor:
-    """(h_kv, d): the largest scale in each head or group; one for all where the granularity tells neither apart."""
+    """The largest scale in each head or group, (h_kv, d). It is one number if the granularity has neither."""
     heads = h_kv if kind is None or kind.granularity in ("per_head", "per_token_head", "per_group") else 1
     groups = d // kind.group_size if kind is not None and kind.group_size else 1
     low, high = (-3.0, 1.0) if narrow else (-6.0, 3.0)
@@ -352,7 +351,7 @@ def _fill(
     base: torch.Tensor | None,
     gen: torch.Generator,
 ) -> None:
-    """Write random tokens to places; a scale that all tokens share is chosen by the first of them."""
+    """Writes random tokens to slots. The first chunk of tokens determines a scale that all tokens share."""
     shared: torch.Tensor | None = None
     step = max(1, ELEMENTS_PER_CHUNK // (sizes.h_kv * sizes.d))
     for start in range(0, max(1, len(outer)), step):
@@ -375,7 +374,7 @@ def _fill(
 def _quantized(
     x: torch.Tensor, cache: ScaledCache, values: str, shared: torch.Tensor | None, gen: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Codes and scale of N(0,1) tokens (n, h_kv, d) after outliers are put in."""
+    """Codes and scale of N(0,1) tokens (n, h_kv, d) to which outliers are added."""
     if values == "channels":
         x[..., _outlier_channels(x.shape[-1])] *= OUTLIER_FACTOR
     elif values == "tokens":
@@ -390,7 +389,7 @@ def _quantized(
         return quantize(x, cache.kind, cache.scale.dtype, shared)
     scale = shared
     if scale is None:
-        # FP8 has 448 where INT8 has 127
+        # FP8 ends at 448, INT8 at 127
         scale = (quantize(x, cache.kind)[1] * (127 / FP8_MAX)).to(cache.scale.dtype)
     return (x / spread_scale(scale.float(), cache.kind)).clamp(-FP8_MAX, FP8_MAX).to(dtype), scale
 
@@ -398,7 +397,7 @@ def _quantized(
 def _wild_tokens(
     shape: tuple[int, int, int], cache: ScaledCache, base: torch.Tensor, gen: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Codes of the whole range, and scales that have nothing to do with them."""
+    """Codes of the whole range, and scales that do not depend on them."""
     kind, dtype, (n, h_kv, d) = cache.kind, cache.codes.dtype, shape
     if dtype == torch.uint8:
         shape = (n, h_kv, d // 2)
@@ -408,13 +407,13 @@ def _wild_tokens(
     else:
         codes = normal(shape, gen)
         codes = (codes * 64).clamp(-FP8_MAX, FP8_MAX).to(dtype) if dtype == torch.float8_e4m3fn else codes
-    # per token: half at full size, the others up to four decades below
+    # half of the tokens have full size, the others are up to four decades smaller
     own = (n, 1, 1) if kind is None or kind.granularity == "per_token" else (n, h_kv, 1)
     if kind is not None and kind.granularity == "per_group":
         own = (n, h_kv, d // kind.group_size)
     depth = 8 * (uniform(own, gen) - 0.5).clamp_min(0)
     jitter = 1 - 0.5 * uniform(own, gen)
-    drop = torch.pow(10.0, -depth) * jitter  # all different: bf16 would round equal ones by the same factor
+    drop = torch.pow(10.0, -depth) * jitter  # no two factors are equal: bf16 would round equal ones alike
     if kind is None or cache.scale is None:
         if dtype == torch.float8_e4m3fn:
             return codes, None
@@ -435,14 +434,14 @@ def _wild_tokens(
 
 @torch.no_grad()
 def gqa_yardstick(case: GqaCase) -> Yardstick:
-    """The decode in plain arithmetic of q's dtype, which is the output's.
+    """The decode in plain arithmetic of q's dtype, which is also the output's dtype.
 
-    Keys and values dequantized to it, scores and sums in float32, probabilities (relative to the row's maximum) and the
-    output rounded to it. The noise is in float64.
+    Keys and values are dequantized to q's dtype. Probabilities, relative to the row's maximum, and the output are
+    rounded to it. Scores and sums are float32, the noise float64.
 
-    Where tokens have value scales of their own, codes stay as they are and probabilities are multiplied by the scale
-    before they are rounded; to bfloat16, also if q is float16, whose exponents do not hold a product with any float32.
-    Over other caches of bytes P is float16, so what is below `P_CUT` is 0.
+    If tokens have their own value scales, codes stay as they are, and P times the scale is rounded. That product is
+    bfloat16 even if q is float16, whose range does not hold it. Over other 8-bit caches P is float16, so smaller
+    probabilities than `P_CUT` become 0.
     """
     q, s_aux, alibi_slopes = case.q, case.s_aux, case.alibi_slopes
     known = LAYOUTS[case.layout]
@@ -462,7 +461,7 @@ def gqa_yardstick(case: GqaCase) -> Yardstick:
     groups = value_groups(case.v_scale, known)
     width = d // groups if groups > 1 else default_width(d)
     token_scales = values_of.kind is not None and values_of.kind.granularity in TOKEN_SCALES
-    operand = torch.bfloat16 if token_scales else q.dtype  # what P is rounded to
+    operand = torch.bfloat16 if token_scales else q.dtype  # the dtype that P is rounded to
     least = 0.0 if token_scales or case.v_cache.element_size() > 1 else P_CUT
     for work in visible_keys(
         batch,
@@ -511,13 +510,13 @@ def gqa_yardstick(case: GqaCase) -> Yardstick:
                 )
                 key_errors[heads, seen] += rounding_noise(operand) * projections.of_keys(p, own).sum(dim=1)
         if values_of.kind is not None and values_of.kind.granularity == "per_token":
-            key_errors = key_errors.sum(dim=0)  # what one scale does to a P of 1 is the same in all heads
+            key_errors = key_errors.sum(dim=0)  # one scale changes a P of 1 in all heads alike
         shared[work.row] = key_errors.square().sum() / shared[work.row].numel()
     return Yardstick(*(tensor.flatten(2, 3) for tensor in (out, lse, noise, shared)))
 
 
 TOKEN_SCALES: Final = ("per_token", "per_token_head", "per_group")
-"""Granularities of value scales that P is multiplied by before it meets codes; the others wait for the end."""
+"""Granularities of value scales that multiply P before the product with codes. Other scales multiply the result."""
 
 
 def _value_operands(
@@ -528,12 +527,12 @@ def _value_operands(
     groups: int,
     dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Values (heads, n, d) float32, rounded to a dtype; or, without one, codes and their scales (heads, n, groups)."""
+    """Values (heads, n, d) float32 rounded to `dtype`; without a dtype, codes and their scales (heads, n, groups)."""
     if dtype is not None:
         return cache.take(outer, rows, heads, dtype).float().transpose(0, 1), None
     codes, scale = cache.parts(outer, rows, heads)
     assert scale is not None and cache.kind is not None
-    if codes.dtype == torch.uint8:  # of the vector, not of what is rotated: an error of P is the same in both
+    if codes.dtype == torch.uint8:  # the vector before its rotation: an error of P is the same in both
         own = (scale.contiguous().view(torch.int32) & -16).view(torch.float32).unsqueeze(-1)
         return (cache.take(outer, rows, heads, torch.float64) / own).float().transpose(0, 1), own.transpose(0, 1)
     spread = spread_scale(scale.float(), cache.kind).expand(*codes.shape[:2], -1)
@@ -541,7 +540,7 @@ def _value_operands(
 
 
 def spread_groups(scales: torch.Tensor, d: int) -> torch.Tensor:
-    """Scales (..., groups) as (..., d)."""
+    """Scales (..., groups), repeated to (..., d)."""
     return scales.repeat_interleave(d // scales.shape[-1], dim=-1)
 
 
@@ -557,7 +556,7 @@ def _rounded_product(
 
 
 def value_groups(v_scale: torch.Tensor | None, layout: CacheLayout) -> int:
-    """Groups of d that have value scales of their own, 1 if none have."""
+    """Number of groups of d that have their own value scales; 1 if there are none."""
     return v_scale.shape[layout.scale_axes("per_group").index("g")] if v_scale is not None and v_scale.ndim == 4 else 1
 
 
@@ -578,18 +577,17 @@ class GqaExpectation:
 
     @classmethod
     def of(cls, case: GqaCase) -> GqaExpectation:
-        """The expectation of one call."""
         groups = value_groups(case.v_scale, LAYOUTS[case.layout])
         return cls(*reference_gqa_decode(**case.arguments()), gqa_yardstick(case), groups)
 
     def check(self, out: torch.Tensor, lse: torch.Tensor | None, *, name: str = "gqa_decode") -> Comparison:
-        """Compares results with the expectation; arguments as in `check_gqa`."""
+        """Compares results with the expectation; the arguments are those of `check_gqa`."""
         width = self.out.shape[-1] // self.groups if self.groups > 1 else None
         return self.yardstick.compare(out, self.out, width=width, lse=lse, expected_lse=self.lse, name=name)
 
 
 def check_gqa(out: torch.Tensor, lse: torch.Tensor | None, case: GqaCase, *, name: str = "gqa_decode") -> Comparison:
-    """Compare a decode's results with the float64 oracle.
+    """Compares a decode's results with the float64 oracle.
 
     Where values have scales per group, the elements of a group are judged among themselves.
 
@@ -597,6 +595,6 @@ def check_gqa(out: torch.Tensor, lse: torch.Tensor | None, case: GqaCase, *, nam
         out: (batch, s_q, h_q, d), what the kernel wrote.
         lse: (batch, s_q, h_q) float32 or None.
         case: the call.
-        name: leads the message.
+        name: first word of the message.
     """
     return GqaExpectation.of(case).check(out, lse, name=name)

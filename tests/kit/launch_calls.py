@@ -153,29 +153,29 @@ CALLS: dict[str, tuple[Any, Call]] = {
 
 
 def apart(t: torch.Tensor) -> torch.Tensor:
-    """The same sizes with every second row of the first dimension of a larger tensor."""
+    """A tensor of these sizes that has every second row of the first dimension of a larger tensor."""
     return t.new_zeros((2 * t.shape[0], *t.shape[1:]))[::2]
 
 
 def imaginary(t: torch.Tensor) -> torch.Tensor:
-    """The same as a part of complex numbers: a view with a last stride of 2."""
+    """A tensor with these values that is the imaginary part of complex numbers: a view with a last stride of 2."""
     return torch.complex(torch.zeros_like(t), t).imag
 
 
 def negated(t: torch.Tensor) -> torch.Tensor:
-    """A view with its neg bit set, as torch makes them: with a last stride of 2."""
+    """A view with its neg bit set and a last stride of 2, as torch makes it."""
     view = torch.complex(torch.zeros_like(t), t).conj().imag
     assert view.is_neg() and view.stride() == imaginary(t).stride()
     return view
 
 
 def turned(t: torch.Tensor) -> torch.Tensor:
-    """The same sizes with the last two dimensions in the other order."""
+    """A tensor with these values whose last two dimensions are swapped in memory."""
     return t.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
 def unsigned(call: Call, *names: str) -> dict[str, Call]:
-    """The same bits as integers without a sign."""
+    """For each name, a change that views the argument as unsigned integers."""
     return {f"unsigned {name}": {name: call[name].view(U32)} for name in names}
 
 
@@ -255,7 +255,7 @@ CHANGES: dict[str, dict[str, Call]] = {
         "num_splits": {"num_splits": 2},
     },
     "latent": {
-        "one page": {"kv_cache": LATENT["kv_cache"][:1]},  # of one page the stride is not checked
+        "one page": {"kv_cache": LATENT["kv_cache"][:1]},  # the stride of a single page is not checked
         "no page": {"kv_cache": LATENT["kv_cache"][:0]},
         "distance of pages": {"kv_cache": apart(LATENT["kv_cache"])},
         "lengths": {"topk_length": torch.ones(2, dtype=I32)},
@@ -266,7 +266,7 @@ CHANGES: dict[str, dict[str, Call]] = {
         "a second cache": {"extra_kv_cache": LATENT["kv_cache"], "extra_indices": MLA["indices"]},
     },
     "append": {
-        # its last scale rows are written there
+        # the append writes its last scale rows there
         "memory after the last page": {"kv_cache": MLA_APPEND["kv_cache"].clone()},
         "distance of pages": {"kv_cache": PAGES.as_strided((4, 8, 584), (2 * 8 * 584, 584, 1))},
         "page size": {"kv_cache": MLA_APPEND["kv_cache"][:, :4]},

@@ -1,4 +1,4 @@
-"""Context parallelism over gloo: four processes give the results of one, and the others notice in time if a rank dies."""
+"""Context parallelism over gloo: four processes give the results of one, and a dead rank ends the others in time."""
 
 import math
 import os

@@ -23,7 +23,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("case", training_ranks.CASES, ids=str)
 def test_processes_equal_one(case: training_ranks.Case, world_size: int, found: Found) -> None:
-    """out and dq must have the same bits; dk, dv and ds_aux must satisfy the tolerance rule."""
+    """`out` and dq must have the same bits; dk, dv and ds_aux must satisfy the tolerance rule."""
     assert [found[world_size][rank].get(case.name) for rank in range(world_size)] == [[]] * world_size
 
 

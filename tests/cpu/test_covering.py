@@ -1,4 +1,4 @@
-"""The covering arrays: no possible combination is missing, every row is a valid call, and kernels stay few."""
+"""The covering arrays lack no possible combination, every row is a valid call, and there are few kernels."""
 
 import dataclasses
 import itertools
@@ -67,7 +67,7 @@ def broken(model: Model, *names: str) -> list[tuple[Any, ...]]:
 
 
 def gqa_call(kv: str, q: str, k: str, v: str, layout: str = "BNSH", page: str = "none") -> dict[str, Any]:
-    """Arguments of any values, whether or not they go together."""
+    """Arguments of any values, compatible or not."""
     known, rows = LAYOUTS[layout], covering.PAGE_SIZES[page] or 32
     dtype, sizes = KV_DTYPES[kv], CacheSizes(2, rows, 2, 64)
     caches = [

@@ -1,4 +1,4 @@
-"""Keys of prepared launches: what a compiled kernel does not check makes another key, and addresses are compared.
+"""Keys of prepared launches cover what a compiled kernel does not check, and each call compares addresses.
 
 A key is made before a kernel is looked up, so none of this needs a GPU. Most mutants of a key would write past memory.
 """
@@ -34,7 +34,7 @@ class Keys(dict[Any, Any]):
 
 
 def key_of(module: Any, request: Call) -> Any:
-    """The key under which a launch looks for what is prepared in a module."""
+    """The key under which a module looks up a prepared launch."""
     known, module._prepared = module._prepared, Keys()
     try:
         launch_of(module)(request)
@@ -114,7 +114,7 @@ def same_bytes(like: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def inside(name: str, one: str, other: str) -> Call:
-    """The smaller of two arguments in the memory of the larger one, of which it is a part."""
+    """The smaller of two arguments, placed in the memory of the larger one."""
     call = CALLS[name][1]
     small, large = sorted((one, other), key=lambda argument: call[argument].nbytes)
     return {small: same_bytes(call[small], call[large])}
@@ -135,7 +135,7 @@ PAIRS = {
 def test_a_prepared_launch_compares_addresses(
     name: str, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the same shapes and strides, so that the key is the same."""
+    """Shapes and strides stay, so that the key stays."""
     module, call = CALLS[name]
     kernel = Kernel()
     monkeypatch.setattr(blocks_op, "decode", lambda request: (request["out"], request["lse"]))
@@ -226,7 +226,7 @@ ONE_HEAD: dict[str, Call] = {
 def test_a_prepared_launch_sees_the_sign_of_one_number(
     name: str, argument: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is contiguous, as torch says, and kernels do not check the stride of a size of 1."""
+    """Torch calls it contiguous, and kernels do not check the stride of a size of 1."""
     module, call = CALLS[name]
     call = {**call, **ONE_HEAD[name]}
     call |= {"lse": torch.zeros(call["out"].shape[:-1]), "s_aux": torch.zeros(1)}
@@ -250,7 +250,7 @@ def test_a_prepared_launch_looks_at_options(name: str, option: Call, monkeypatch
 
 
 def test_caches_that_lie_in_turn_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys and values of all layers in one tensor: the same distances are not looked at again."""
+    """Keys and values of all layers lie in one tensor, and a distance that was compared is not compared again."""
     kernel, looked = Kernel(), []
     layers = torch.zeros(3, 2, 2, 2, 16, 64, dtype=torch.int8)
     calls = [{**KV_APPEND, "k_cache": layer[0], "v_cache": layer[1]} for layer in layers]
@@ -269,7 +269,7 @@ def test_caches_that_lie_in_turn_are_compared_once(monkeypatch: pytest.MonkeyPat
 
 
 def test_only_what_the_prefill_would_take_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`gqa_decode` takes rows of 8 bytes and codes; `sink_attention` refuses them for any number of tokens."""
+    """`gqa_decode` takes rows of 8 bytes and codes, but `sink_attention` refuses them for any number of tokens."""
     monkeypatch.setattr(sink_op, "_decode", lambda request: "decoded")
     call = TABLES["sink_attention"].right("cpu")
     q, k, v = (call[name] for name in "qkv")

@@ -1,4 +1,4 @@
-"""The compiler and its disk cache: one compilation per kernel, whichever process asks, even with damaged files."""
+"""The compiler and its disk cache compile each kernel once for all processes, even if files are damaged."""
 
 import os
 import signal
@@ -70,7 +70,7 @@ def test_killed_writer_leaves_nothing_that_is_read_or_kept(place: Place) -> None
 
 
 def test_waits_for_the_builder_that_holds_the_lock(place: Place, filled: Place) -> None:
-    """Not only does the second builder compile nothing: it takes what the first one wrote while it waited."""
+    """The second builder compiles nothing and takes what the first one wrote while it waited."""
     disk, name = DiskCache(place.directory), entry_name(SPEC)
     found: list[Any] = []
     with disk.lock(name) as writable:
@@ -85,7 +85,7 @@ def test_waits_for_the_builder_that_holds_the_lock(place: Place, filled: Place) 
 
 
 def test_a_process_that_compiles_imports_no_torch(place: Place) -> None:
-    """It would take as long as a small kernel."""
+    """The import would take as long as a small kernel."""
     workers.call_each(fill_without_torch, [TinySpec(32)], 1, lambda spec: None)
     assert place.compilations() == 1
 
@@ -94,7 +94,7 @@ def test_a_process_that_compiles_imports_no_torch(place: Place) -> None:
 
 
 def test_a_fork_does_not_keep_the_lock(place: Place) -> None:
-    """It inherits the open file, as a DataLoader's worker does, and lives on."""
+    """The child inherits the open file, as a DataLoader's worker does, and lives on."""
     disk = DiskCache(place.directory)
     with disk.lock("Kernel-1") as writable:
         assert writable
@@ -112,7 +112,7 @@ def test_a_fork_does_not_keep_the_lock(place: Place) -> None:
 
 
 def test_a_lock_that_never_comes_free_is_given_up(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its holder hangs. The kernel is compiled and kept, and what the holder has begun is left to it."""
+    """If the lock's holder hangs, the kernel is compiled and kept, and the holder's unfinished files stay."""
     name = entry_name(SPEC)
     monkeypatch.setattr(cache, "PATIENCE_S", 0.2)
     with DiskCache(place.directory).lock(name):
@@ -179,7 +179,7 @@ def test_damaged_entry_is_replaced(place: Place, filled: Place) -> None:
 
 
 def test_intact_entry_that_cannot_be_loaded_stays(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process may lack something: files that it may open, a library, a system call that its sandbox forbids."""
+    """The process may have run out of file handles, lack a library, or be in a sandbox that forbids a system call."""
     compile.get_kernel(SPEC)
     (entry,) = place.directory.glob("*.so")
     before = (entry.stat().st_ino, entry.read_bytes())

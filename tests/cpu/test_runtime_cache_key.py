@@ -27,7 +27,7 @@ ROOT = cache.PACKAGE.parent
 
 @dataclasses.dataclass(frozen=True)
 class OptimizedSpec(TinySpec):
-    """The same fields, name and module, other options."""
+    """A spec with the fields, name and module of TinySpec but other options."""
 
     __module__ = TinySpec.__module__
     __qualname__ = "TinySpec"
@@ -36,7 +36,7 @@ class OptimizedSpec(TinySpec):
 
 @pytest.fixture
 def fresh_facts() -> Iterator[None]:
-    """Digests and versions are read once per process; these tests change them."""
+    """Clears digests and versions, which are read once per process and which these tests change."""
     caches = (cache.kernel_sources, cache.source_digest, cache._toolchain, cache.runtime_library, cache._processor)
     found = dict(cache._found)
     for cached in caches:
@@ -49,7 +49,7 @@ def fresh_facts() -> Iterator[None]:
 
 
 def read_again() -> None:
-    """Sources, as a process that starts now finds them."""
+    """Makes the next lookup read the sources again, as in a new process."""
     cache._found.clear()
     cache.kernel_sources.cache_clear()
     cache.source_digest.cache_clear()
@@ -104,7 +104,7 @@ def modules_of(spec: cache.KernelSpec) -> tuple[str, ...]:
     return modules_of_kernel(spec.kernel, type(spec).__module__)
 
 
-ROOMS = {
+SOURCES = {
     "cute_kernels.mla.kernels.decode": ("mla/spec.py", "device/wgmma.py", "merge/kernels/merge.py"),
     "cute_kernels.mla.crossover.kernels.decode": ("mla/crossover/spec.py", "mla/kernels/scheduler.py"),
     "cute_kernels.gqa.kernels.decode": ("gqa/spec.py", "gqa/kernels/scheduler.py"),
@@ -112,18 +112,18 @@ ROOMS = {
 }
 
 
-@pytest.mark.parametrize("module", ROOMS)
+@pytest.mark.parametrize("module", SOURCES)
 def test_sources_are_all_that_can_reach_a_kernel(module: str) -> None:
     found = [file.relative_to(ROOT) for file in cache.kernel_sources(module)]
     names = {str(file.relative_to("cute_kernels")) for file in found if file.parts[0] == "cute_kernels"}
-    assert {*ROOMS[module], "runtime/arch.py", "runtime/compile.py"} <= names
+    assert {*SOURCES[module], "runtime/arch.py", "runtime/compile.py"} <= names
     assert Path(*module.split(".")).with_suffix(".py") in found
     assert not any(name.endswith(("op.py", "plan.py", "launch.py")) or name.startswith("compat/") for name in names)
     assert (Path("fp8_mla/formats.py") in found) == (".mla." in module), "the bytes of a token"
 
 
 def test_key_follows_each_source(monkeypatch: pytest.MonkeyPatch, fresh_facts: None) -> None:
-    """Each file of a kernel of the package is edited in turn, as far as the cache can tell."""
+    """Each file that the kernel depends on is edited in turn, as far as the cache can tell."""
     spec = MergeSpec.for_launch(rows=64, num_states=2, d=64, in_dtype="float32", out_dtype="float32", has_sink=False)
     names = {entry_name(spec)}
     files = cache.kernel_sources(*modules_of(spec))
@@ -137,7 +137,7 @@ def test_key_follows_each_source(monkeypatch: pytest.MonkeyPatch, fresh_facts: N
 
 
 def test_sources_are_followed_from_import_to_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inside of functions too; those for types alone are left out."""
+    """Imports inside functions count, imports for types alone do not."""
     files = {
         "room/__init__.py": "",
         "room/kernel.py": "import math\nfrom room import part\nfrom typing import TYPE_CHECKING\n"
@@ -192,7 +192,7 @@ def test_flavour_is_the_newest_that_the_driver_runs(
 
 
 def test_key_follows_the_flavour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_facts: None) -> None:
-    """cu12 and cu13 of one version of the DSL have different compilers."""
+    """The packages cu12 and cu13 of one DSL version have different compilers."""
     names = set()
     for flavour in ("cu12", "cu13"):
         library = tmp_path / flavour / "lib" / "libcute_dsl_runtime.so"
@@ -209,7 +209,7 @@ CPU_INFO = "processor\t: 0\nflags\t\t: fpu sse2 avx2 bmi2 {}\nbogomips\t: 4000\n
 def test_key_follows_the_processor(
     flag: str, changes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_facts: None
 ) -> None:
-    """An entry has host code for the processor that compiled it: another one may not know all its instructions."""
+    """An entry has host code for the processor that compiled it, and another processor may lack instructions."""
     monkeypatch.setattr(cache, "_CPU_INFO", tmp_path / "cpuinfo")
     names = set()
     for more in ("", flag):
@@ -256,7 +256,7 @@ def get(spec):
 
 @pytest.fixture
 def changed(place: Place, tmp_path: Path) -> Callable[[str], list[str]]:
-    """Runs code beside a package of its own, `changed`; the lines that it prints."""
+    """Runs code beside its own package `changed` and returns the lines that it prints."""
     (tmp_path / "changed").mkdir()
     for name, text in FILES.items():
         (tmp_path / "changed" / name).write_text(textwrap.dedent(text))
@@ -273,7 +273,7 @@ RESTART = "RuntimeError: the package was changed under this process: restart it"
 def test_sources_that_are_replaced_before_a_kernel_is_imported_are_not_stored(
     place: Place, changed: Callable[[str], list[str]]
 ) -> None:
-    """The name is of the old sources, the code of the new ones; each file in a process of its own."""
+    """The name would be that of the old sources, the code that of the new ones. Each file has its own process."""
     files = ("kernel.py", "part.py", "changed_spec.py")
     code = f"""
 import os
@@ -296,7 +296,7 @@ print(list(cache.directory().glob("*.so")), get(Spec()))
 def test_sources_that_are_replaced_between_two_kernels_are_not_stored(
     place: Place, changed: Callable[[str], list[str]]
 ) -> None:
-    """The second one would be compiled from modules in memory, which are the old ones."""
+    """The second kernel would be compiled from modules in memory, which are the old ones."""
     code = "print(get(Spec(32)))\nedit('part.py')\nprint(get(Spec(64)))\nprint(get(Spec(32)))"
     first, second, third = changed(code)
     assert (first, third) == ("a kernel", "a kernel") and second.startswith(RESTART)
@@ -325,7 +325,7 @@ print(get(Spec()))
 
 
 def test_sources_count_as_they_were_when_the_package_was_imported(tmp_path: Path) -> None:
-    """A spec is imported with the package, its kernel much later; so is what the first name is made from."""
+    """A spec is imported with the package but its kernel much later, and so is the source of the first name."""
     for package in ("cute_kernels", "fp8_mla"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     code = """

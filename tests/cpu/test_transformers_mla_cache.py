@@ -26,7 +26,7 @@ pytestmark = pytest.mark.xdist_group("transformers")  # its small models are tra
 
 
 def filled_layer() -> tuple[Any, torch.Tensor]:
-    """A layer with 10 tokens of 3 sequences, and what the indexer keeps of them."""
+    """A layer with 10 tokens of 3 sequences, and the indexer's part of them."""
     config = type("Config", (), {"_attn_implementation": "cute_mla"})()
     layer = transformers_mla.CuteMlaLayer(config, transformers_cache.Positions())
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What our adapters rely on in the vLLM that is installed: its signatures, its metadata, its FlashMLA classes."""
+"""What our adapters need of the installed vLLM: signatures, registration, and its sparse MLA, V4 and HY-V4 classes."""
 
 import ast
 import dataclasses
@@ -36,11 +36,11 @@ from tests.kit.vllm_fakes import global_indices, sparse_mla_layer
 
 ROOT = Path(__file__).resolve().parents[2]
 NEW_CACHES = not hasattr(theirs.AttentionBackend, "get_kv_cache_shape")
-"""Whether this vLLM asks for `customize_spec` (0.33), or for shapes of caches (0.26)."""
+"""Whether this vLLM calls `customize_spec` (0.33) or reads shapes of caches (0.26)."""
 
 
 def test_4_bit_codes_are_those_of_vllm() -> None:
-    """Of its Triton kernel, which an interpreter runs on a CPU."""
+    """Triton's interpreter runs vLLM's kernel on a CPU."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "tests.kit.vllm_int4"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
@@ -81,7 +81,7 @@ def test_each_call_of_what_is_replaced_is_one_of_ours(base: Any, ours: Any) -> N
             continue
         mine, his = (inspect.signature(f).parameters for f in (getattr(ours, name), replaced))
         named = [n for n, p in mine.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        count = len(his) if len(named) == len(mine) else len(named)  # others may follow where ours takes them
+        count = len(his) if len(named) == len(mine) else len(named)  # ours may take further arguments
         assert named[:count] == list(his)[:count], f"vLLM {vllm.__version__}: {name} takes {list(his)}"
 
 
@@ -96,7 +96,7 @@ def test_fields_that_are_read_are_there() -> None:
 
 
 def test_flash_attention_takes_what_prompts_pass() -> None:
-    """All by keyword. Its module is read as text: where there is no GPU it cannot be imported."""
+    """All arguments are keywords. The module is read as text, because it cannot be imported without a GPU."""
     file = Path(vllm.__file__).parent / "vllm_flash_attn" / "flash_attn_interface.py"
     functions = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]
     (found,) = (node for node in functions if node.name == "flash_attn_varlen_func")
@@ -141,7 +141,7 @@ def test_the_plugin_registers_both_backends(places: Any) -> None:
 
 
 def test_vllm_finds_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its entry point, which there is where the project is installed, as `make test-vllm` does."""
+    """The entry point exists if the project is installed, as `make test-vllm` does."""
     names = {point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
     if "cute_kernels" not in names:
         pytest.skip("the project is not installed")
@@ -153,7 +153,7 @@ def test_vllm_finds_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wrong(**changes: Any) -> list[str]:
-    """Why vLLM does not select our GQA backend for a layer that it could serve but for `changes`."""
+    """The reasons for which vLLM does not select our GQA backend for a layer with `changes`; without them it would."""
     given = {
         "head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16, "use_mla": False,
         "has_sink": True, "use_sparse": False, "use_mm_prefix": False, "use_per_head_quant_scales": False,
@@ -203,7 +203,7 @@ def test_what_is_not_served(changes: dict[str, Any]) -> None:
 
 @pytest.mark.skipif(NEW_CACHES, reason="this vLLM asks for customize_spec")
 def test_shapes_of_caches() -> None:
-    """Those that views are made of: vLLM's own."""
+    """They must be the shapes of our views."""
     shape = gqa.CuteAttentionBackend.get_kv_cache_shape
     assert shape(10, 32, 8, 128, calls.FP8_SCALED) == (10, 8, 32, calls.scaled_token_bytes(128))
     assert shape(10, 32, 8, 128, calls.INT8) == (10, 8, 32, calls.scaled_token_bytes(128))
@@ -227,7 +227,7 @@ def test_specifications_of_caches() -> None:
 def test_blocks_that_are_split_into_pages_are_not_padded(
     block_size: int, padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """VLLM would take a block's distance for that of its pages."""
+    """VLLM would take the distance of blocks for that of their pages."""
     config = types.SimpleNamespace(cache_config=types.SimpleNamespace(block_size=block_size))
     monkeypatch.setattr(gqa, "get_current_vllm_config", lambda: config)
     monkeypatch.setattr(triton_attn, "get_kv_cache_layout", lambda: "NHD")
@@ -278,7 +278,7 @@ def test_a_layer_says_once_whether_it_is_ours(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("heads", [8, 16, 20, 128])
 def test_vllms_metadata_drives_sparse_mla(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM's own forward over the 656 bytes: below 32 heads all tokens as one sequence, else two tokens a request."""
+    """VLLM's own forward runs over 656-byte tokens: below 32 heads as one sequence, else two tokens per request."""
     monkeypatch.setattr(flashmla_sparse, "triton_convert_req_index_to_global_index", global_indices)
     layer = sparse_mla_layer(sparse_mla.CuteFlashMLASparseImpl, heads)
     out, lse = layer.forward()
@@ -309,7 +309,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def imported(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A module of a model, newly changed as by the plugin until the test ends."""
+    """A model's module, changed by the plugin until the test ends."""
     if not MODELS[name.rsplit(".", 2)[0]]:
         pytest.skip("only vLLM 0.33 has this model")
     module = importlib.import_module(name)
@@ -376,7 +376,7 @@ def test_the_sparse_indexer_asks_what_we_replace(monkeypatch: pytest.MonkeyPatch
 def test_vllms_metadata_drives_v4(
     name: str, heads: int, extra: bool, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
-    """VLLM's own `forward_mqa` of a batch that decodes, over its 584 bytes."""
+    """VLLM's own `forward_mqa` runs for a batch that decodes, over its 584-byte tokens."""
     module, call = imported(name, monkeypatch), v4_call(heads, extra)
     case, tokens = call.case, len(call.q)
     layer = object.__new__(getattr(module, v4.V4_CLASS))

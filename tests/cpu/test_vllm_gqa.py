@@ -1,4 +1,4 @@
-"""The GQA backend in the vLLM that is installed: metadata of its builder, its layers, decode context parallelism."""
+"""The GQA backend in the installed vLLM: its builder's metadata, its layers, and decode context parallelism."""
 
 import types
 from typing import Any
@@ -30,7 +30,7 @@ def test_a_batch_that_decodes() -> None:
 
 
 def test_a_batch_padded_for_a_graph() -> None:
-    """Speculation: two requests of 3 tokens in a graph for four; its tokens are padded as well."""
+    """In speculation, two requests of 3 tokens are in a graph for four, and tokens are padded, too."""
     batch = draw_batch([40, 17, 3, 3], [3, 3, 3, 3], 16)
     padded = common(batch)
     padded.query_start_loc_cpu = torch.tensor([0, 3, 6, 6, 6], dtype=torch.int32)
@@ -93,7 +93,7 @@ def test_prompts_alone() -> None:
 
 
 def test_builders_that_vllm_makes_of_ours() -> None:
-    """Its chunked attention splits requests, and the lengths on the host may stay those of the whole ones."""
+    """VLLM's chunked attention splits requests, and host lengths may remain those of whole requests."""
 
     class Chunked(gqa.CuteAttentionMetadataBuilder):
         pass
@@ -113,7 +113,7 @@ def test_a_longest_length_of_numpy() -> None:
 
 
 def test_prompts_of_a_draft_model_are_not_fresh() -> None:
-    """Parallel drafting gives each request more queries, but leaves the lengths on the host: 20 of 40 look like all."""
+    """Parallel drafting adds queries to each request but leaves host lengths: 20 of 40 tokens look like all."""
     batch = draw_batch([30, 40], [30, 20], 16)
     longer = common(batch, seq_lens_cpu_upper_bound=torch.tensor([30, 20], dtype=torch.int32))
     assert builder().build(0, longer).fresh
@@ -145,7 +145,7 @@ def test_whole_prompts_are_as_others_where_a_batch_must_not_matter(invariant: No
 
 
 def test_drafts_are_prompts_where_a_batch_must_not_matter(invariant: None) -> None:
-    """A batch of drafts alone would decode them, and a mixed one not."""
+    """Otherwise a batch of drafts would decode them, and a mixed batch would not."""
     made = builder(drafts=2)
     m = made.build(0, common(draw_batch([40, 17], [3, 3], 16)))
     assert (m.num_decodes, m.fresh) == (0, False) and m.prompts is not None
@@ -158,7 +158,7 @@ def test_drafts_are_prompts_where_a_batch_must_not_matter(invariant: None) -> No
 def test_a_layer_has_one_split_where_a_batch_must_not_matter(
     kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch, invariant: None
 ) -> None:
-    """Contexts that copies have no room for as a whole do not run on copies: where they are cut is a batch's affair."""
+    """If copies have no room for a whole context, it must not run on copies: the batch decides where it is cut."""
     monkeypatch.setattr(gqa, "_flash_attention", lambda *args: FlashStandIn())
     for longest, whole in ((1 << 20, False), (4096, True)):
         monkeypatch.setattr(gqa, "_max_model_len", lambda tokens=longest: tokens)
@@ -190,9 +190,9 @@ def test_a_layer_attends(
     lengths: list[int], queries: list[int], window: int | None, sinks: bool, kv_cache_dtype: str,
     flash: FlashStandIn | None,
 ) -> None:  # fmt: skip
-    """Metadata by the builder, tokens stored and attended by the layer, against float64.
+    """The builder makes the metadata, the layer stores tokens and attends, and float64 is the oracle.
 
-    Prompts run on what they run on here and, with a stand-in, on a GPU.
+    Prompts run as on a CPU and, with a stand-in for FlashAttention, as on a GPU.
     """
     batch = draw_batch(lengths, queries, 16)
     s_aux = torch.linspace(-1, 2, HEADS).bfloat16() if sinks else None
@@ -221,7 +221,7 @@ def test_a_layer_attends(
 
 
 def test_new_sinks_land_where_graphs_read() -> None:
-    """In the model's parameter, as a load in place writes them, and in a parameter that takes its place."""
+    """Sinks come in the model's parameter, by a load in place, or in a parameter that replaces it."""
     parameter = torch.nn.Parameter(torch.zeros(HEADS).bfloat16(), requires_grad=False)
     impl = gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS, sinks=parameter)
     impl.process_weights_after_loading(torch.bfloat16)
@@ -241,7 +241,7 @@ def test_new_sinks_land_where_graphs_read() -> None:
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", calls.INT8])
 def test_a_cache_that_vllm_frees_is_let_go(kv_cache_dtype: str) -> None:
-    """As its runner does after measuring the memory of graphs: by an attribute of its own backends."""
+    """VLLM's runner does so after measuring the memory of graphs, by an attribute of its own backends."""
     impl = gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS, None, None, kv_cache_dtype)
     layer = types.SimpleNamespace(_k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
     kv_cache = empty_cache(3, 16, kv_cache_dtype)
@@ -276,7 +276,7 @@ def test_what_no_kernel_computes_is_refused_with_the_layer() -> None:
 
 
 def test_prompts_over_int4_run_on_flash_attention_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM's Triton kernel reads INT4 from its own page; a CPU has no FlashAttention, and runs them in pieces."""
+    """VLLM's Triton kernel reads INT4 from its own page. A CPU has no FlashAttention and runs prompts in pieces."""
     given = (HEADS, 64, 0.125, KV_HEADS, None, None, calls.INT4)
     gqa.CuteAttentionImpl(*given)
     monkeypatch.setattr(gqa, "current_platform", types.SimpleNamespace(is_cuda=lambda: True))
@@ -303,7 +303,7 @@ def test_codes_with_scales_as_the_triton_kernels_read_them(kv_cache_dtype: str) 
 
 
 class TwoRanks:
-    """A group of vLLM's, seen from its second rank; both have the same tensors."""
+    """A group of vLLM, seen from its second rank; both ranks have the same tensors."""
 
     world_size, rank_in_group, device_group = 2, 1, None
 
@@ -313,7 +313,7 @@ class TwoRanks:
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers that are made share the keys of requests with another rank."""
+    """New layers share the keys of requests with another rank."""
     group, settings = TwoRanks(), types.SimpleNamespace(cp_kv_cache_interleave_size=4)
     monkeypatch.setattr(parallel_state, "_DCP", group)
     monkeypatch.setattr(gqa, "get_current_vllm_config", lambda: types.SimpleNamespace(parallel_config=settings))
@@ -328,7 +328,7 @@ def test_a_rank_has_the_tokens_that_vllm_says(interleave: int) -> None:
 
 
 def test_a_layer_that_shares_keys(shared: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding and prompts go to the ranks, with the lengths that vLLM says this one has."""
+    """Decoding and prompts go to the ranks, with this rank's lengths from vLLM."""
     impl = gqa.CuteAttentionImpl(HEADS, 64, 0.125, 1)
     assert impl.need_to_return_lse_for_decode and impl.supports_dcp and impl._ranks is not None
     assert (impl._ranks.size, impl._ranks.rank, impl._ranks.interleave) == (2, 1, 4)

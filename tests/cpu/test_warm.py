@@ -1,4 +1,4 @@
-"""Warm start: which kernels a model needs, as its ops would ask for them, and that they are on disk afterwards."""
+"""Warm start: which kernels a model needs, as its operators would request them, and that they end up on disk."""
 
 import os
 import subprocess
@@ -44,7 +44,7 @@ BATCHES = (1, 2, 3, 5, 8, 16, 31, 32, 64, 100, 133, 200, 256)
 
 
 class Asked(list[Any]):
-    """Specs that ops ask for, on a machine without a GPU."""
+    """Specs that operators request on a machine without a GPU."""
 
     def kernel(self, spec: Any) -> Any:
         """Replaces `get_kernel`."""
@@ -54,7 +54,7 @@ class Asked(list[Any]):
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    """Ops that believe to have a GPU with `SMS` multiprocessors, and keep nothing that they prepare."""
+    """Makes operators believe in a GPU with `SMS` multiprocessors, and keep no prepared launch."""
     found = Asked()
     constants = types.SimpleNamespace(
         num_sms=SMS, no_sink=torch.empty(1024, device="meta"), no_length=torch.empty(1, device="meta")
@@ -411,7 +411,7 @@ def test_a_cache_that_cannot_be_written_is_reported(place: Place) -> None:
 
 
 def test_the_command_warms_a_model(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two kernels: decoding of batch 64 over INT8, and its append."""
+    """There are two kernels: decoding of batch 64 over INT8, and its append."""
     arguments = ["--heads", "32", "--kv-heads", "8", "--batch-sizes", "64", "--processes", "2"]
     assert main([*arguments, "--list"]) == 1
     assert capsys.readouterr().out.count("to compile") == 2 and not place.directory.exists()

@@ -9,7 +9,7 @@ from bench.vllm_pool import Messages
 
 
 def run(kind: str, options: dict[str, Any], messages: Messages) -> None:
-    """A job "serve", "measure" or "first"."""
+    """Runs a job "serve", "measure" or "first"."""
     gpu.set_environment()
     import torch
 

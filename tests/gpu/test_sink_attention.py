@@ -1,7 +1,7 @@
 """`sink_attention` on the GPU, forward and gradients, against the float64 oracle of `tests.kit.sink_cases`.
 
-Every result is written over NaN. `covering_cases` takes few combinations in which every pair of values of two factors
-meets; `kernel_specs` names the kernels that these need in addition to those that ship.
+Every result is written over NaN. `covering_cases` makes few combinations in which every pair of values of two factors
+occurs; `kernel_specs` lists the kernels that these need in addition to those that ship.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ def kernel_specs() -> list[Any]:
 
 
 def hold(case: SinkCase, deterministic: bool = False) -> None:
-    """Forward and gradients, under the tolerance rule."""
+    """Applies the tolerance rule to the output and the gradients."""
     expected = SinkExpectation.of(case)
     out, lse, gradients = run(case, deterministic)
     expected.check_forward(out, lse).require()
@@ -67,7 +67,7 @@ def hold(case: SinkCase, deterministic: bool = False) -> None:
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("d", [64, 128])
 def test_gradients_by_hand(d, packed, deterministic):
-    """`sink_attention_backward` with sinks apart or in lse, and with delta in place of out."""
+    """`sink_attention_backward` gets sinks apart or folded into lse, and out or delta."""
     case = sink_case(RAGGED if packed else [(300, 700)] * 2, 8, 2, d, packed=packed, sinks="some")
     expected = SinkExpectation.of(case)
     out, lse = expected.out.exact.to(case.q.dtype), expected.lse.float()
@@ -82,7 +82,7 @@ def test_gradients_by_hand(d, packed, deterministic):
 
 @pytest.mark.parametrize("d", [64, 128])
 def test_gradients_of_parts_of_the_keys_add_up(d):
-    """Two steps of a ring: earlier keys are seen whole, their own causally."""
+    """In two steps of a ring, queries see earlier keys whole and their own causally."""
     case = sink_case([(256, 768)], 8, 2, d)
     expected = SinkExpectation.of(case)
     out, lse = expected.out.exact.to(case.q.dtype), expected.lse.float()
@@ -138,7 +138,7 @@ def test_window_of_4096(d, s_q, s_k):
 
 
 def test_gpt_oss_heads():
-    """64 over 8 heads, with and without its window."""
+    """64 heads over 8, with and without gpt-oss' window."""
     hold(sink_case([(700, 700)], 64, 8, 64))
     hold(sink_case([(700, 700)], 64, 8, 64, window=128))
 
@@ -214,7 +214,7 @@ def test_expanded_tensors_and_dimensions_of_one():
     out: Any = sink_attention(**{**one.arguments(), **tensors})
     got = torch.autograd.grad(out.sum(), list(tensors.values()))
     expected = run(dataclasses.replace(one, d_out=torch.ones_like(one.q)), deterministic=False)[2]
-    for a, b in zip(got[1:], expected[1:], strict=True):  # dq is a sum whose terms come in any order
+    for a, b in zip(got[1:], expected[1:], strict=True):  # the terms of dq are summed in any order
         assert torch.equal(a, b)
     single = sink_case([(1, 1)], 1, 1, padded=False)
     single.q, single.k, single.v, single.d_out = (
@@ -270,7 +270,7 @@ def test_deterministic_gradients_have_the_same_bits(options):
 
 @pytest.mark.parametrize("options", REPEATED.values(), ids=REPEATED)
 def test_only_dq_may_differ_by_default(options):
-    """Only dq differs from call to call, and by no more than float32 sums in another order."""
+    """Other gradients must be equal in every call. dq may differ by float32 sums in another order."""
     case = sink_case(**options)
     first, largest = run(case)[2], 0.0
     for _ in range(10):
@@ -299,7 +299,7 @@ def test_scales_that_are_not_positive(scale):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_more_sequences_than_a_grid_holds(packed):
-    """Sequences of one token, whose only rival in the softmax is the sink."""
+    """Each sequence has one token, whose only rival in the softmax is the sink."""
     count = launch.MAX_GRID + 10
     s_aux: Any = sink_case([(1, 1)], 1, 1).s_aux
     gen = generator(0, "cuda")
@@ -316,13 +316,13 @@ def test_more_sequences_than_a_grid_holds(packed):
     torch.testing.assert_close(out.detach().double(), expected, rtol=1e-2, atol=1e-6)
     if not packed:
         (dq,) = torch.autograd.grad(out, q, torch.ones_like(out))
-        delta = out.detach().double().sum(-1, keepdim=True)  # of the rounded out, as every backward has it
+        delta = out.detach().double().sum(-1, keepdim=True)  # from the rounded out, as in every backward
         wanted = torch.sigmoid(score - s_aux.double()) * (v.double().sum(-1, keepdim=True) - delta) * k.double() / 8
         torch.testing.assert_close(dq.double(), wanted, rtol=2e-2, atol=1e-3)
 
 
 def with_padding(case: Any) -> Any:
-    """The case with NaN in rows past the last sequence, of all that has rows."""
+    """The case with rows of NaN after the last sequence, in every tensor that has rows."""
     for name, rows in (("q", 100), ("d_out", 100), ("k", 70), ("v", 70)):
         t = getattr(case, name)
         more = torch.full((rows, *t.shape[1:]), torch.nan, dtype=t.dtype, device="cuda")
@@ -331,7 +331,7 @@ def with_padding(case: Any) -> Any:
 
 
 def poison_free_memory() -> None:
-    """What the allocator hands out next holds NaN."""
+    """Makes the allocator's free memory hold NaN."""
     blocks = [torch.full((1 << n,), torch.nan, device="cuda") for n in range(8, 23) for _ in range(4)]
     del blocks
 
@@ -340,7 +340,7 @@ def poison_free_memory() -> None:
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("d", [64, 128])
 def test_rows_past_the_last_sequence_are_padding(d, known, graph):
-    """They get 0, and -inf as a log-sum-exp; with `max_seqlen_q` contents are not read on the host."""
+    """They become 0, and -inf in lse. With `max_seqlen_q` the host does not read lengths."""
     lengths = [(20, 30), (0, 0), (140, 300)]
     call = {**sink_case(lengths, 8, 2, d, packed=True).arguments(), "return_lse": True}
     expected = sink_attention(**call)
@@ -363,7 +363,7 @@ def test_rows_past_the_last_sequence_are_padding(d, known, graph):
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("d", [64, 128])
 def test_gradients_of_padding_rows_are_0(d, window, deterministic):
-    """Also where the gradient of the output holds NaN there, and where all rows are padding."""
+    """It holds even if the output's gradient is NaN there, and if all rows are padding."""
     names = ("q", "k", "v", "s_aux")
     for lengths in ([(20, 30), (0, 0), (140, 300)], [(0, 0)]):
         plain = sink_case(lengths, 8, 2, d, packed=True, window=window)

@@ -130,7 +130,7 @@ def test_graph_replays_with_other_numbers(options, deterministic, counters_left,
     "options", [{"lengths": [(300, 500)]}, {"lengths": [(100 + 37 * i % 300,) * 2 for i in range(40)], "packed": True}]
 )
 def test_graph_of_the_public_call_and_of_autograd(options):
-    """The same bits as without a graph; of packed sequences a graph knows no length."""
+    """The bits are those without a graph. A graph does not know lengths of packed sequences."""
     case = sink_case(**options, padded=False)
     with torch.no_grad():
         expected = sink_attention(**case.arguments())

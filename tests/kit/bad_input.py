@@ -47,7 +47,6 @@ class Table:
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The function that is called."""
         return self.adapter or getattr(cute_kernels, self.operator.name if self.operator else "")
 
     @property
@@ -56,7 +55,6 @@ class Table:
         return self.operator.written if self.operator else ("out",)
 
     def wrong(self, device: str) -> Wrong:
-        """Every change by its label."""
         general = bad.wrong_anywhere(self.operator, self.right(device)) if self.operator else {}
         return {**general, **self.special(device)}
 

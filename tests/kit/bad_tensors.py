@@ -92,7 +92,6 @@ def wrong_tensor(
 
     Args:
         call: the valid call.
-        name: name of the argument.
         shapes: shapes that the operator refuses.
         dtypes: dtypes that the operator refuses; the bits stay if elements have the same size.
         off: offset of the address from a multiple of 16 bytes that the operator refuses.

@@ -170,11 +170,9 @@ class GqaRow:
         }
 
     def call(self, device: torch.device | str, *, short: bool = False) -> GqaCase:
-        """New inputs for the row."""
         return gqa_case(seqlens=self.seqlens(short), **self.options(), seed=self.seed, device=device)
 
     def check(self, device: torch.device | str, *, short: bool = False) -> Comparison:
-        """Runs the row and applies the tolerance rule."""
         case = self.call(device, short=short)
         out, lse = case.outputs(padded=self.padded)
         gqa_decode(**case.arguments(), num_splits=self.num_splits, out=out.tensor, lse=lse.tensor)
@@ -297,12 +295,10 @@ class MlaRow:
 
     @property
     def seed(self) -> int:
-        """The seed of the inputs: the row's index in the array."""
         return MLA_ROWS.index(self)
 
     @property
     def batch(self) -> int:
-        """Number of requests."""
         if self.queries != "few":
             return mla_plan.MAX_BALANCED // self.s_q + (self.queries == "more")
         return 2 if self.keys == "long" else _few(self.s_q)
@@ -328,11 +324,9 @@ class MlaRow:
         )
 
     def spec(self) -> MlaDecodeSpec | MlaCrossoverSpec:
-        """The kernel that the row launches."""
         return self.plan().spec
 
     def call(self, device: torch.device | str, *, short: bool = False) -> DecodeCase:
-        """New inputs for the row."""
         batch, longest = (min(self.batch, 2), min(self.longest, 20)) if short else (self.batch, self.longest)
         options: dict[str, Any] = {
             "h_q": self.h_q,
@@ -450,7 +444,6 @@ def _four_bit_rows(kind: str) -> list[GqaRow]:
 
 
 def all_specs() -> list[GqaDecodeSpec | MlaDecodeSpec | MlaCrossoverSpec]:
-    """The kernels of all rows, without duplicates."""
     gqa = [row.spec() for row in (*GQA_ROWS, *FOUR_BIT_ROWS)]
     return list(dict.fromkeys([*gqa, *(row.spec() for row in MLA_ROWS)]))
 

@@ -8,17 +8,14 @@ import torch
 
 
 def generator(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """A seeded generator on `device`."""
     return torch.Generator(device=device).manual_seed(seed)
 
 
 def normal(shape: Sequence[int], gen: torch.Generator) -> torch.Tensor:
-    """Float32 numbers from N(0, 1)."""
     return torch.randn(shape, generator=gen, dtype=torch.float32, device=gen.device)
 
 
 def uniform(shape: Sequence[int], gen: torch.Generator) -> torch.Tensor:
-    """Float32 numbers between 0 and 1."""
     return torch.rand(shape, generator=gen, dtype=torch.float32, device=gen.device)
 
 

@@ -43,7 +43,6 @@ class EmptyRows(NamedTuple):
         return bool(self.cut) or self.sizes.get("topk") == 0
 
     def case(self, device: str) -> DecodeCase:
-        """The inputs of the call on a device."""
         case = (dense_case if "seqlens" in self.sizes else sparse_case)(**self.sizes, device=device)
         if case.block_table is not None and case.cache_seqlens is not None:
             case.block_table[-2] = -1
@@ -108,7 +107,6 @@ def spec_of(call: EmptyRows) -> KernelSpec | None:
 
 
 def kernel_specs() -> list[KernelSpec]:
-    """The kernels of all calls, without duplicates."""
     return list(dict.fromkeys(spec for call in CALLS.values() if (spec := spec_of(call)) is not None))
 
 

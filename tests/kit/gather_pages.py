@@ -46,7 +46,6 @@ def gather_cache(kind: str, layout: str, d: int) -> GatherCache:
     Args:
         kind: one of KINDS.
         layout: "NHD" or "HND": separate tensors; "interleaved": a cache of vLLM, or one tensor with 4-bit codes.
-        d: head dimension.
     """
     if kind in ROTATED_KINDS:
         return _rotated_cache(kind, layout, d)

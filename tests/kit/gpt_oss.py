@@ -62,7 +62,6 @@ def train(attention: str, bfloat16: bool, device: str, seeds: int = SEEDS) -> Tr
         attention: name of the attention.
         bfloat16: whether to train under autocast.
         device: "cpu" or "cuda". Data and the first weights are the same on both.
-        seeds: number of seeds.
     """
     from transformers.models.gpt_oss import modeling_gpt_oss as modeling
 

@@ -150,9 +150,7 @@ def gqa_case(
         starts: the first key of each sequence, which may be negative, or past its end.
         h_q: query heads, a multiple of `h_kv`.
         h_kv: heads of the cache.
-        d: head dimension.
         s_q: queries of each sequence.
-        layout: name of the layout.
         page_size: tokens of a page, for paged layouts.
         kv_dtype: one of `KV_DTYPES` or of `FOUR_BITS`; the latter have float32 scales per token and head.
         q_dtype: bfloat16 or float16; a 16-bit cache needs the same.
@@ -167,7 +165,6 @@ def gqa_case(
         padded: whether q, caches, scales and block table are not contiguous.
         query_size: standard deviation of the logits; if keys differ in size, of the logits of large keys.
         seed: seed of the generator.
-        device: where all tensors are made.
     """
     if values not in VALUES:
         raise ValueError(f"values: got {values!r}, needs one of {', '.join(VALUES)}")
@@ -594,7 +591,6 @@ def check_gqa(out: torch.Tensor, lse: torch.Tensor | None, case: GqaCase, *, nam
     Args:
         out: (batch, s_q, h_q, d), what the kernel wrote.
         lse: (batch, s_q, h_q) float32 or None.
-        case: the call.
         name: first word of the message.
     """
     return GqaExpectation.of(case).check(out, lse, name=name)

@@ -43,7 +43,6 @@ class Place:
         return out
 
     def compilations(self) -> int:
-        """How many tiny kernels were compiled."""
         return len(self.log.read_text().splitlines()) if self.log.exists() else 0
 
     def files(self) -> list[str]:

@@ -103,8 +103,6 @@ def latent_tokens(n: int, gen: torch.Generator, *, scales: str = "absmax", outli
     """(n, 656) uint8 random tokens, none of them poisoned.
 
     Args:
-        n: number of tokens.
-        gen: the generator, whose device is used.
         scales: one of `SCALE_KINDS`.
         outliers: multiply five channels by 20, as trained models have them. Not with "mixed".
     """
@@ -156,7 +154,6 @@ def query_factor(scales: str, device: torch.device | str = "cpu", *, size: float
 
     Args:
         scales: one of `SCALE_KINDS`.
-        device: where to put it.
         size: standard deviation of the logits.
     """
     factor = torch.full((QK_DIM,), size, dtype=torch.float32, device=device)
@@ -299,12 +296,9 @@ def sparse_case(
     Args:
         formats: format of the cache, or formats of both caches.
         cache_layout: layout of their pages.
-        batch: requests.
-        h_q: query heads.
         s_q: queries of each request.
         topk: entries of each query's list.
         extra_topk: entries of its list for the second cache.
-        page_size: tokens of a page.
         extra_page_size: tokens of a page of the second cache.
         num_slots: tokens of each cache, rounded up to whole pages.
         scales: one of `SCALE_KINDS` for a single V3.2 cache, otherwise one of `SIZE_KINDS`.
@@ -314,8 +308,6 @@ def sparse_case(
         sink: "none", "finite", or "inf": finite ones with some +inf and some -inf among them.
         padded: whether q, indices and the caches' pages are not contiguous.
         query_size: approximate standard deviation of the logits.
-        seed: the seed of the generator.
-        device: where all tensors are made.
     """
     gen = generator(seed, device)
     given: dict[str, Any] = {}
@@ -405,14 +397,10 @@ def dense_case(
         cache_format: format of the cache.
         cache_layout: layout of its pages.
         seqlens: tokens of each sequence, 0 allowed; their number is the batch.
-        h_q: query heads.
         s_q: queries of each request.
-        page_size: tokens of a page.
         causal: as the decode takes it.
         scales, outliers, sink, query_size: as in `sparse_case`.
         padded: whether q, block table and the cache's pages are not contiguous.
-        seed: the seed of the generator.
-        device: where all tensors are made.
     """
     gen, formats = generator(seed, device), (cache_format,)
     batch, lengths = len(seqlens), torch.tensor(list(seqlens), dtype=torch.int64, device="cpu")

@@ -80,7 +80,6 @@ def _loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def loss_of(logits: torch.Tensor, given: Batch) -> torch.Tensor:
-    """The sum of the losses of all sequences of a batch."""
     ids = given.inputs["input_ids"]
     parts = [(row, slice(first, first + n)) for row, first, n in given.places]
     return torch.stack([_loss(logits[row, own], ids[row, own]) for row, own in parts]).sum()
@@ -111,9 +110,7 @@ def require_close(name: str, run: Callable[[Any], Gradients], device: str = "cpu
     """Raises AssertionError if "cute" is more than twice as far from float32 as eager attention in bfloat16 is.
 
     Args:
-        name: name of the model.
         run: returns the loss and gradients of a model with "cute".
-        device: where the models are.
     """
     exact = alone(model(name).float().to(device), "eager")
     rounded = alone(model(name).to(device), "eager")

@@ -187,6 +187,5 @@ def at_the_same_time(heads: str) -> list[str]:
 
 
 def kernel_alone(rank: int) -> list[tuple[str, Any]]:
-    """Problems by name of the case."""
     found = [(name, one_after_the_other(*case)) for name, case in CASES.items()]
     return found + [(f"two at a time, {heads}", at_the_same_time(heads)) for heads in ("gather", "scatter")]

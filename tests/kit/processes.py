@@ -54,7 +54,6 @@ def run(
     Args:
         task: the task of each rank.
         directory: where the file is by which ranks find each other.
-        world_size: number of ranks.
         timeout: timeout of the group in seconds.
         wait_for: ranks that must finish, all by default; then the others are killed.
         backend: "gloo" on CPUs, "nccl" with a GPU for each rank.

@@ -105,7 +105,6 @@ class SassReport:
     warnings: tuple[str, ...]
 
     def count(self, instruction: str) -> int:
-        """`KernelCode.count` over all kernels."""
         return sum(kernel.count(instruction) for kernel in self.kernels)
 
     def problems(self, expected: Mapping[str, Any]) -> list[str]:
@@ -219,7 +218,6 @@ def reports(specs: Iterable[KernelSpec]) -> list[SassReport]:
 
 @functools.cache
 def report(spec: KernelSpec) -> SassReport:
-    """The report of one spec."""
     return reports([spec])[0]
 
 

@@ -195,7 +195,6 @@ class Case:
         return self.backend.forward_decode(self.q, self.k, self.v, self.layer, self.batch, **others)
 
     def expected(self, **options: Any) -> torch.Tensor:
-        """float64 attention of each request over its own tokens, gathered by hand."""
         scale = 1.0 if self.layer.k_scale is None else 0.5
         outs = []
         for n, length in enumerate(self.lengths.tolist()):

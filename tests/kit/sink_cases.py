@@ -114,15 +114,12 @@ def sink_case(
         lengths: (queries, keys) of each sequence; all are equal unless packed.
         h_q: query heads, a multiple of `h_kv`.
         h_kv: heads of keys and values.
-        d: head dimension.
         dtype: torch.bfloat16 or torch.float16.
         causal: as the call takes it.
         window: as the call takes it.
         packed: whether sequences are packed one after the other; otherwise they are a batch.
         sinks: one of `SINKS`.
         padded: whether tensors are not contiguous, with NaN between their rows.
-        seed: the seed of the generator.
-        device: where all tensors are made.
     """
     gen = generator(seed, device)
 
@@ -291,8 +288,6 @@ def _weights(t: _Operands, mask: torch.Tensor, scale: float) -> _Weights:
 
 
 class _Products(NamedTuple):
-    """Every result in one precision."""
-
     out: torch.Tensor
     dq: torch.Tensor
     dk: torch.Tensor

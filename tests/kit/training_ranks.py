@@ -197,7 +197,6 @@ def with_rounded_parts(
 
 
 def sink_training(rank: int) -> Iterator[tuple[str, Any]]:
-    """Problems by case."""
     on_gpus = dist.get_backend() == "nccl"
     for case in ON_GPUS if on_gpus else CASES:
         yield case.name, problems(case, rank, dist.get_world_size(), "cuda" if on_gpus else "cpu")

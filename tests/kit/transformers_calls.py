@@ -72,7 +72,6 @@ COPIES: dict[str, Callable[[Any], Any]] = {"deepcopy": copy.deepcopy, "saved": s
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The reasons why plain torch ran instead of our attention."""
     from cute_kernels.integrations import transformers as cute
     from cute_kernels.integrations import transformers_mla
 

@@ -51,7 +51,6 @@ def v4_call(heads: int, extra: bool = True, plain: bool = False, device: str = "
         heads: number of real heads.
         extra: whether there is a compressed cache.
         plain: whether lists have valid slots and no lengths, and padded heads are zeros, as FlashMLA needs.
-        device: where all tensors are made.
     """
     padded = 64 if heads <= 64 else 128
     formats = ("v4", "v4") if extra else ("v4",)

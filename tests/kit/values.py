@@ -157,7 +157,6 @@ def keys(
         family: a key of `FAMILIES`.
         shape: n and d.
         width: elements of a quant tile.
-        gen: the generator, whose device is used.
         quantized: number of leading elements that are quantized. None: all.
         groups: (n,) int64, ascending: which sequence a token belongs to, within which families may sort. None: one.
     """
@@ -199,7 +198,6 @@ def fill_pages(
         family: a key of `FAMILIES`.
         token_format: format of the cache.
         run: number of slots of a context, within which families may sort. 0: tokens are not sorted.
-        seed: the seed of the generator.
     """
     gen, slots = generator(seed, cache.device), cache.shape[0] * cache.shape[1]
     run = run if FAMILIES[family].sorted else 0

@@ -40,14 +40,12 @@ class Batch:
 
     @property
     def scales(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Factors of an FP8 cache that a layer has by default."""
         return self._one, self._one
 
     def __post_init__(self) -> None:
         self._one = torch.ones((), dtype=torch.float32, device=self.query.device)
 
     def to(self, device: str) -> Batch:
-        """A copy on another device."""
         tensors = {name: t.to(device) for name, t in vars(self).items() if isinstance(t, torch.Tensor)}
         del tensors["_one"]
         return Batch(**tensors, pages=self.pages)
@@ -55,7 +53,6 @@ class Batch:
     def expected(
         self, window: int | None, s_aux: torch.Tensor | None = None, softcap: float | None = None
     ) -> torch.Tensor:
-        """Attention in float64."""
         out = torch.zeros(self.query.shape, dtype=torch.float64, device=self.query.device)
         first, starts = 0, self.starts.tolist()
         for request, length in enumerate(self.seq_lens.tolist()):

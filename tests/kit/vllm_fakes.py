@@ -86,7 +86,6 @@ def sparse_mla_layer(
         requests: number of requests, with two query tokens each.
         topk: number of positions per query token, of which a hundredth are -1.
         tokens: tokens of each request.
-        device: where all tensors are made.
     """
     gen = generator(0)
     impl: Any = object.__new__(impl_cls)

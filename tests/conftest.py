@@ -20,7 +20,6 @@ arch.pin()
 
 @pytest.fixture(scope="session")
 def root() -> pathlib.Path:
-    """The root of the checkout."""
     return pathlib.Path(__file__).resolve().parents[1]
 
 

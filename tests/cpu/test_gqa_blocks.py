@@ -57,8 +57,6 @@ def test_keys_of_a_list_by_hand() -> None:
 
 
 class Kernels:
-    """Counts the block tables that are made."""
-
     def __init__(self) -> None:
         self.tables = 0
 

@@ -18,8 +18,8 @@ MODULES = {
 }
 # directories of cute_kernels that are no package directory of a system; each is a layer
 SHARED = ("budget", "compat", "device", "distributed", "integrations", "runtime", "warm")
-# files of a package directory by the end of their names: append_op.py is an op. launch_*.py is a launch, and device code
-# is in kernels/
+# files of a package directory by the end of their names: append_op.py is an op. launch_*.py is a launch; kernels/ is
+# device code
 ROOM_FILES = ("checks", "codes", "launch", "layouts", "op", "plan", "reference", "request", "spec")
 # second designs inside a package directory. They import its kernels; only its op and launches import them, and its
 # plan imports their spec

@@ -24,7 +24,6 @@ def e4m3(code: np.ndarray) -> np.ndarray:
 
 
 def e2m1(code: np.ndarray) -> np.ndarray:
-    """Values of e2m1 codes: bias 1, one bit of mantissa."""
     exponent, mantissa = code >> 1 & 3, code & 1
     magnitude = np.where(exponent == 0, mantissa / 2, (1 + mantissa / 2) * 2.0 ** (exponent - 1.0))
     return np.where(code & 8, -magnitude, magnitude)

@@ -81,7 +81,6 @@ def test_pages_that_sources_name_exist() -> None:
 
 
 def _prose(page: Path) -> str:
-    """A page without its code blocks."""
     return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 

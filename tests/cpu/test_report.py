@@ -27,7 +27,6 @@ def test_every_part_has_a_page(root: Path) -> None:
 
 
 def shown(record: dict[str, Any], case: dict[str, Any]) -> list[str]:
-    """The tables of a single case."""
     alone = pages.Recorded([{**record, "cases": [case]}], [], [], [])
     parts = ("mla", "mla-formats", "gqa", "sink", "sink-routing", "append-merge")
     return ["\n".join(lines) for part in parts if (lines := pages.PARTS[part](alone))]

@@ -100,7 +100,6 @@ def looped(arguments: dict[str, Any], **options: Any) -> Any:
 
 
 def require_equal(arguments: dict[str, Any], *, window: Any = None, causal: bool = True, scale: Any = None) -> None:
-    """Requires equal outputs and gradients."""
     leaves = {name: arguments[name].clone().requires_grad_() for name in TENSORS if arguments[name] is not None}
     expected, expected_lse = looped({**arguments, **leaves}, window=window, causal=causal, scale=scale)
     options = {"window": window, "causal": causal, "softmax_scale": scale}

@@ -34,7 +34,6 @@ pytestmark = pytest.mark.xdist_group("transformers")  # its small models are tra
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Number of calls of each operator."""
     ops = [(cute, "gqa_decode"), (cute, "sink_attention"), (transformers_cache, "kv_append")]
     return counted(monkeypatch, *ops)
 

@@ -45,12 +45,10 @@ class Kind(NamedTuple):
     stored: Callable[[Any], torch.Tensor]
 
     def empty(self) -> Any:
-        """A layer without tokens."""
         config = type("Config", (), {"_attn_implementation": self.attention})()
         return self.layer(config, transformers_cache.Positions())
 
     def filled(self) -> Any:
-        """A layer with 10 tokens of 3 sequences."""
         layer = self.empty()
         torch.manual_seed(0)
         layer.update(*self.states(3, 10))

@@ -94,7 +94,6 @@ def test_padding_on_the_left(name: str, said: list[str], calls: dict[str, int]) 
 
 
 def forward(model: Any, attention: str, ids: torch.Tensor, mask: torch.Tensor | None = None, **options: Any) -> Any:
-    """Logits of a prompt."""
     model.set_attn_implementation(attention)
     try:
         with torch.no_grad():

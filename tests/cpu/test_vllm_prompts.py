@@ -99,7 +99,7 @@ def test_requests_share_a_call() -> None:
 
 
 def test_requests_that_are_alone_share_none() -> None:
-    """The request alone decides which calls it is in and which kernel they use; few tokens get no calls of their own."""
+    """A request alone decides which calls it is in and which kernel they use. Few tokens get no call of their own."""
     lengths = [64, 48, 64, 48, 48, 20]
     assert plan([0, 40, 80, 120, 121, 161, 161], lengths, 16, None, 7, alone=True) == [
         [Run((i, i + 1), ((0, -(-lengths[i] // 16)),), True)] for i in range(5)

@@ -155,7 +155,7 @@ def test_four_tokens_per_warp_compile():
 
 
 def test_all_loads_are_issued_before_anything_is_quantized():
-    """Otherwise only half of a warp's bytes would be in flight. Where ptxas moves the loads is its choice."""
+    """A quantization between the loads would leave half of a warp's bytes in flight. ptxas may move the loads."""
     for spec, lines in zip(shipped_specs(), listings(shipped_specs()), strict=True):
         opcodes = [found[1] for line in lines if (found := re.search(r"\*/\s+(?:@!?U?P\d+ )?([A-Z]\S*)", line))]
         loads = [place for place, opcode in enumerate(opcodes) if opcode.startswith("LDG")]

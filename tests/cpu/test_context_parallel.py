@@ -41,7 +41,7 @@ def test_four_processes_equal_one(name: str, found: Found) -> None:
 @pytest.mark.parametrize("case", CASES[::5], ids=str)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_ranks_in_turns_equal_one_process(case: Case, world_size: int) -> None:
-    """These ranks need no processes, as on a GPU in tests/gpu."""
+    """The ranks take turns in one process, as in tests/gpu on one GPU."""
     assert context_turns.problems(case, world_size, "cpu") == []
 
 

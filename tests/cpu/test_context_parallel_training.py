@@ -63,7 +63,7 @@ def test_without_a_group() -> None:
 
 @pytest.mark.parametrize(("window", "sent"), [(None, None), (128, 256), (129, 256), (130, 512), (900, None)])
 def test_a_window_sends_only_what_it_reaches(window: int | None, sent: int | None) -> None:
-    """A rank gets whole key tiles before each of its chunks of 512 tokens. Shorter chunks are sent as a whole."""
+    """A rank gets the whole key tiles before each of its two chunks of 512 tokens, or everything for longer windows."""
     keys = keys_of((512,), 1024, Place(1, 4, "zigzag"), window, torch.device("cpu"))
     assert (None if keys.sent is None else len(keys.sent)) == sent
     counts = keys.cu_seqlens_k.diff().tolist()

@@ -190,7 +190,7 @@ def test_kernels_stay_few():
 
 @pytest.mark.parametrize("row", [*GQA_ROWS[::12], *MLA_ROWS[::12]], ids=lambda row: f"{type(row).__name__}{row.seed}")
 def test_rows_give_what_the_oracle_gives(row):
-    """This runs the check of the GPU tests with few keys. On a CPU both sides are the reference."""
+    """The check of the GPU tests runs with few keys. On a CPU both sides are the reference."""
     row.check("cpu", short=True)
 
 

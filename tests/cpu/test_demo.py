@@ -70,7 +70,7 @@ def test_the_indexer_matters() -> None:
 
 
 def test_index_decode_picks_what_the_layer_picks(found: demo.Found) -> None:
-    """Only keys near rank k may differ. A misplaced rope or missing weights would change more."""
+    """The choices may differ only near rank k. A misplaced rope or missing weights would change more."""
     assert demo.MIN_SHARE < found.choice.share < 1
     assert found.choice.error < 0.3
     layer, trace = trace_of(SMALL, sparse=True)

@@ -178,7 +178,7 @@ def test_no_sequence_and_no_key(kernels: Kernels) -> None:
 
 
 def test_strides_that_do_not_fit_are_refused() -> None:
-    """Only if each head has its own pages may scales not lie further apart than codes; otherwise any strides fit."""
+    """With a list per head, scales may not lie further apart than codes. With one list any strides fit."""
     options: dict[str, Any] = {"seqlens": [70], "h_q": 4, "h_kv": 2, "d": 64, "layout": "paged_HND", "padded": True}
     case = listed_case(**options)
     with pytest.raises(ValueError, match=r"^k_scale: got strides .*; needs the proportions of k_cache's"):

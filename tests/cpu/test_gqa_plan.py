@@ -257,7 +257,7 @@ def test_warps_that_take_tiles_in_turn_find_each_tile_with_keys_once(ranges):
     ("batch", "max_keys", "h_kv", "ranges"), [(64, 8192, 8, 16), (8, 4096, 4, 32), (64, 8192, 2, 64)]
 )
 def test_ranges_end_where_sequences_do(batch, max_keys, h_kv, ranges):
-    """Unless that leaves SMs idle: a partial and its merge cost more (docs/journal/gqa_decode.md)."""
+    """A partial and its merge cost more than a few idle SMs (docs/journal/gqa_decode.md)."""
     plan = plan_decode(SPEC, batch=batch, h_kv=h_kv, rows=4, max_keys=max_keys, num_sms=SMS)
     assert plan.ranges == ranges
 

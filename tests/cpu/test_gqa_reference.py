@@ -273,7 +273,7 @@ def test_keys_before_a_start_are_not_there():
 
 
 def test_a_nan_in_a_visible_key_is_not_hidden():
-    """It must not reach a query that does not see its key, either."""
+    """The NaN must not reach a query that does not see its key."""
     for cache in ("k_cache", "v_cache"):
         call = numbered(5, s_q=2)
         call[cache] = call[cache].clone()

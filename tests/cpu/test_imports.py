@@ -212,7 +212,7 @@ for statement in {STATEMENTS}:
 
 @pytest.mark.parametrize("package", ["cute_kernels", "fp8_mla"])
 def test_packages_say_that_they_have_types(package: str) -> None:
-    """Without the marker, type checkers treat everything in an installed package as Any."""
+    """Without the marker py.typed, type checkers treat everything in an installed package as Any."""
     assert resources.files(package).joinpath("py.typed").is_file()
     ignored = subprocess.run(["git", "check-ignore", "-q", f"{package}/py.typed"], cwd=ROOT).returncode
     assert ignored != 0, "a wheel has no files that git ignores"

@@ -55,7 +55,7 @@ def test_shapes() -> None:
 
 @pytest.mark.parametrize("scales", SCALE_NAMES)
 def test_reference_and_append(scales: str) -> None:
-    """Both operators on a CPU must agree with the same tokens in BNSH."""
+    """Reference and append on a CPU must give the results of the same tokens in BNSH."""
     gen = generator(1)
     k, v = torch.randn((2, 24, 2, 64), generator=gen).bfloat16()
     slots = torch.randperm(24, generator=gen)
@@ -75,7 +75,7 @@ def test_reference_and_append(scales: str) -> None:
 
 @pytest.mark.parametrize("scales", SCALE_NAMES)
 def test_what_the_append_kernel_gets(scales: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets views with the axes of BNSH, at first and at repeated launches."""
+    """The append kernel gets views with the axes of BNSH, at first and at repeated launches."""
     calls: list[tuple[Any, ...]] = []
 
     def get_kernel(spec: Any) -> Callable[..., None]:
@@ -99,7 +99,7 @@ def test_what_the_append_kernel_gets(scales: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_kernels_compile() -> None:
-    """They compile for sm_90a without a GPU and keep to the budgets of every other layout."""
+    """Kernels over the layout compile for sm_90a without a GPU and keep to the budgets of every other layout."""
     case = gqa_case(seqlens=[9, 20], h_q=4, h_kv=2, d=64, layout=SBNH.name)
     spec = decode_spec(DECODE.request(**case.arguments(), num_splits=None))
     assert spec.layout == "rohd" and not spec.paged

@@ -67,7 +67,7 @@ def test_sink_joins_the_denominator_once_and_stays_out_of_the_lse(problem):
 
 
 def test_the_rule_allows_what_float32_owes_and_no_lost_weights():
-    """This is the kernel's arithmetic. Beside sinks of 80 to 112, weights are 2^-115 to 2^-162."""
+    """The weights are computed as in the kernel. Beside sinks of 80 to 112 they are 2^-115 to 2^-162."""
     generator = torch.Generator().manual_seed(1)
     outs = 2.0**18 * torch.randn(2, 50, 64, 128, generator=generator)
     lses = torch.randn(2, 50, 64, generator=generator)

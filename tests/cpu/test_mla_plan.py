@@ -91,7 +91,7 @@ def test_one_request_fills_the_card_and_many_are_not_split():
 
 @pytest.mark.parametrize(("batch", "heads", "splits"), [(1, 32, 32), (2, 32, 16), (4, 64, 16), (8, 64, 8), (16, 64, 4)])
 def test_small_batches_get_what_was_measured_fastest(batch, heads, splits):
-    """These took 13.0, 13.7, 15.9, 20.9 and 29.9 us; clusters take 19 to 33% longer (docs/maintainers/crossover.md)."""
+    """Plans took 13.0, 13.7, 15.9, 20.9 and 29.9 us; clusters take 19 to 33% longer (docs/maintainers/crossover.md)."""
     plan = plan_decode(sparse=True, batch=batch, s_q=1, h_q=128, max_keys=2048, num_sms=SMS)
     assert isinstance(plan.spec, MlaDecodeSpec)
     assert (plan.spec.heads, plan.num_splits) == (heads, splits)

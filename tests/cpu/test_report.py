@@ -33,7 +33,7 @@ def shown(record: dict[str, Any], case: dict[str, Any]) -> list[str]:
 
 
 def test_every_recorded_case_is_in_a_table(recorded: pages.Recorded) -> None:
-    """Without a part that shows it, a benchmark would be recorded but on no page."""
+    """A benchmark that belongs to no part would be recorded but appear on no page."""
     for record in recorded.cards:
         for case in record["cases"]:
             assert len(shown(record, case)) == 1, case

@@ -45,7 +45,7 @@ def written_out(y: torch.Tensor) -> tuple[list[int], int, numpy.float32]:
 
 @pytest.mark.parametrize("d", DIMS)
 def test_codes_are_those_of_the_arithmetic(d: int) -> None:
-    """The vectors' rotated elements have both signs, unless only their first channel is nonzero."""
+    """The vectors' rotated elements have both signs, as they have unless only the first channel is nonzero."""
     gen = generator(7)
     x = torch.randn(200, d, generator=gen) * torch.logspace(-6, 6, 200).unsqueeze(1)
     x[50:100] = torch.randint(-9, 10, (50, d), generator=gen)

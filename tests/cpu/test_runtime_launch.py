@@ -139,7 +139,7 @@ def fake_tensor() -> torch.Tensor:
 
 @pytest.mark.parametrize("make", [lambda: _Wrapper(torch.zeros(3)), fake_tensor], ids=["wrapper", "fake"])
 def test_a_tensor_without_memory_is_refused_before_the_launch(make: Callable[[], torch.Tensor]) -> None:
-    """Its address is 0, which a kernel would take."""
+    """The tensor's address is 0, which a kernel would take."""
     launched: list[Any] = []
     run = launch_or_explain(OP, launched.append, pytest.fail)
     plain = torch.zeros(3)

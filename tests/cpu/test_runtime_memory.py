@@ -237,7 +237,7 @@ class Driver:
 
 
 def test_the_life_of_a_graph_is_told_by_a_semaphore(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process may keep no reference, which it would never give back: nobody would learn that the graph ended."""
+    """If this process kept a reference, which it never gives back, nobody would learn that the graph has ended."""
     driver = Driver()
     monkeypatch.setattr(graphs, "_cuda", lambda: driver)
     life = graphs.GraphLife(1234)

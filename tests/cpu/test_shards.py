@@ -318,7 +318,7 @@ def test_other_callables(alone: None) -> None:
 
 
 def test_a_partial_is_the_same_call(alone: None) -> None:
-    """Its sinks are applied once, like those of a plain call."""
+    """A partial's sinks are applied once, like those of a plain call."""
     from functools import partial
 
     call = {**mla_call(), "s_aux": torch.zeros(8)}

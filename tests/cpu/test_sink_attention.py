@@ -512,7 +512,7 @@ def test_rows_past_the_last_sequence_are_padding(compiles: bool, longest: int | 
 def test_gradients_of_padding_rows_are_0(
     options: dict[str, Any], deterministic: bool, longest: int | None, launches: Launches
 ) -> None:
-    """It holds for any values in those rows of the inputs and of the output's gradient, and for a launch, too."""
+    """Padding rows of the inputs and of the output's gradient may hold anything, also on the way to a launch."""
     call, longer = padded(grad=True)
     longer["max_seqlen_q"] = longest
     dout = torch.randn(11, 4, 64, generator=generator(7)).bfloat16()
@@ -546,7 +546,7 @@ def test_all_tokens_may_be_padding(borders: list[int], grad: bool, launches: Lau
 
 
 def test_the_host_does_not_read_what_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This is about GPUs. A CPU waits for nobody, and checks."""
+    """Reading would wait for a GPU. A CPU waits for nobody, so there the lengths are checked."""
     call, longer = padded()
     read: list[str] = []
     monkeypatch.setattr(op, "_check_lengths", lambda name, *rest: read.append(name))

@@ -69,7 +69,7 @@ def test_codes_are_sent_to_the_kernel_that_reads_them():
 
 
 def test_lengths_that_change_are_looked_at_again():
-    """They are read once per change: a second call uses the same tensor, the third has it broken in place."""
+    """Lengths are read once per change: a second call uses the same tensor, the third has it broken in place."""
     arguments = sink_packed_call("cpu")
     sink_attention(**arguments)
     sink_attention(**arguments)

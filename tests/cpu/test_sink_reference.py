@@ -143,7 +143,7 @@ def test_blocks_of_queries_give_the_same(monkeypatch):
 @pytest.mark.parametrize(("s_q", "s_k"), [(12, 12), (5, 12), (1, 12)])
 @pytest.mark.parametrize("window", [None, 4])
 def test_against_gpt_oss(window, s_q, s_k, sink):
-    """Its eager attention and masks run in float64, with autograd. Chunked prefill has the last rows of the masks."""
+    """Transformers' eager attention and masks run in float64 with autograd. Chunked prefill has the last mask rows."""
     modeling = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
     masking = pytest.importorskip("transformers.masking_utils")
     config = modeling.GptOssConfig(sliding_window=window or 1)

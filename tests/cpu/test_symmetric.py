@@ -200,7 +200,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
 
 def test_launches_on_several_streams_follow_each_other(streams: Streams) -> None:
-    """Each waits for the event of the previous one. Captured launches do not wait, and nothing waits for them."""
+    """A launch waits for the event of the previous one. Captured launches do not wait, and nothing waits for them."""
     order = symmetric._Order(GPU)
     for stream, capturing in ((0, False), (0, False), (1, False), (1, False), (2, True), (0, False), (0, True)):
         streams.now, streams.capturing = stream, capturing
@@ -210,7 +210,7 @@ def test_launches_on_several_streams_follow_each_other(streams: Streams) -> None
 
 
 def test_a_launch_that_fails_is_not_waited_for(streams: Streams) -> None:
-    """It must also leave no lock."""
+    """The failed launch must also leave no lock."""
     order = symmetric._Order(GPU)
     with pytest.raises(ValueError, match="out"), order.next():
         raise ValueError("out")

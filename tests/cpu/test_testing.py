@@ -197,7 +197,7 @@ def test_a_channel_is_judged_over_all_rows_that_have_keys():
 
 @pytest.mark.parametrize("sink", ["none", "finite"])
 def test_the_noise_is_that_of_rounding_p(sink):
-    """It is compared with its definition, and with many draws of the rounding, over scales of 1e-30 to 1e30."""
+    """The noise is compared with its definition and with many draws of the rounding, over scales of 1e-30 to 1e30."""
     case: Any = sparse_case(batch=1, h_q=6, topk=300, invalid=False, scales="mixed", sink=sink, query_size=1.0)
     noise = bf16_yardstick(**case.arguments()).noise[0, 0]
     values = unpack(case.kv_cache.flatten(0, 1)[case.indices[0, 0].long()], torch.float64)

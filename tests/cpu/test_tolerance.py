@@ -279,7 +279,7 @@ def test_gains_of_attention_and_of_its_gradients_are_found(dtype):
 
 
 def test_a_gain_counts_normal_numbers_alone():
-    """Sinks of 20 to 40 leave outputs of 1e-9, which float16 rounds to 0. That is no gain of 0 and no error."""
+    """Sinks of 20 to 40 leave outputs of 1e-9, which float16 rounds to 0: no gain may be judged on them."""
     case = sink_case([(65, 65)], dtype=FLOAT16, sinks="large", padded=False, device="cpu")
     check = SinkExpectation.of(case).check_forward(attend_by_tiles(case)[0].half())
     assert check and check.gain_err == 0 and check.gain_allowed == math.inf

@@ -163,7 +163,7 @@ def test_int8_costs_what_the_table_says() -> None:
 @pytest.mark.parametrize("int8", [False, True], ids=["bfloat16", "int8"])
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_unequal_prompts_stay_on_the_kernels(name: str, int8: bool, said: list[str], kernels: dict[str, int]) -> None:
-    """They are padded on the left, one of them by more than a window, and give the tokens of eager attention."""
+    """Prompts are padded on the left, one of them by more than a window, and give the tokens of eager attention."""
     model, ids = tiny_models.trained(name), tiny_models.sequences(11, 4, 30)
     mask = torch.ones_like(ids)
     for row, pads in enumerate((6, 0, 25, 1)):
@@ -196,7 +196,7 @@ def test_tokens_over_4_bit_codes_are_those_of_eager_attention(
 
 
 def test_masks_of_a_step_after_padding() -> None:
-    """Padding becomes the first key of each row if all of it comes first; windows and other masks must not get lost."""
+    """The mask is each row's first key if all padding comes first. What a window or another mask hides stays hidden."""
     call: dict[str, Any] = {"q_length": 2, "kv_length": 12, "q_offset": 10, "allow_is_causal_skip": True}
     call |= {"mask_function": masking_utils.causal_mask_function, "batch_size": 3, "dtype": torch.bfloat16}
     visible = torch.ones(3, 12, dtype=torch.bool)

@@ -32,7 +32,7 @@ INDEXERS = {"deepseek_v32": 2, "glm_moe_dsa": 1}
 def test_a_model_that_counts_still_counts(
     name: str, ways: dict[str, Any], said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It sees 24 chosen tokens of 30 to 41; padding on the left hides some of them."""
+    """The model sees 24 chosen tokens of 30 to 41; padding on the left hides some of them."""
     calls = counted(monkeypatch, (transformers_index, "index_decode"), (transformers_index, "index_append"))
     batch = 1 if "prompt_lookup_num_tokens" in ways else 3
     model, ids = tiny_models.trained(name), tiny_models.sequences(11, batch, 30)
@@ -60,7 +60,7 @@ def layer_of(name: str) -> Any:
 @pytest.mark.parametrize("hidden", [None, "bool", "additive"])
 @pytest.mark.parametrize("name", MODELS)
 def test_most_of_the_choice_is_the_models_own(name: str, hidden: str | None) -> None:
-    """A prompt and steps of one to eight tokens, beside the indexer over upstream's keys, choose 64 of 600 tokens."""
+    """Our indexer and upstream's choose 64 of 600 tokens, for a prompt and for steps of one to eight tokens."""
     indexer, gen = layer_of(name), torch.Generator().manual_seed(0)
     layers = [DynamicIndexedLayer(), cute_layer(name)]
     length = 0

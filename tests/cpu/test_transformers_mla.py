@@ -61,7 +61,7 @@ def test_tokens_are_those_of_eager_attention(name: str, tokens: int, said: list[
 
 @pytest.mark.parametrize("name", MODELS)
 def test_it_matters_what_the_indexer_chooses(name: str) -> None:
-    """Otherwise the tests above would pass for an attention to all tokens."""
+    """If the choice did not matter, the tests above would pass for an attention to all tokens."""
     model, ids = tiny_models.trained(name), tiny_models.sequences(2030, 4, 30)
     _, chosen = eager(name, model, ids)
     indexers = [m for m in model.modules() if hasattr(m, "index_topk")]
@@ -114,7 +114,7 @@ def test_padding_on_the_right(name: str, said: list[str]) -> None:
 
 @pytest.mark.parametrize("additive", [False, True], ids=["bool", "additive"])
 def test_a_mask_of_the_caller(additive: bool, said: list[str]) -> None:
-    """It hides every fourth key besides future ones; all sequences share it."""
+    """The mask hides every fourth key besides future ones; all sequences share it."""
     model, ids = tiny_models.trained("deepseek_v32"), tiny_models.sequences(13, 3, 24)
     seen = torch.ones(24, 24, dtype=torch.bool).tril() & (torch.arange(24) % 4 != 1)
     mask = torch.zeros(1, 1, 24, 24).masked_fill(~seen, torch.finfo(torch.bfloat16).min).bfloat16()

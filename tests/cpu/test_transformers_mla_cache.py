@@ -98,7 +98,7 @@ def test_models_call_what_they_did(name: str) -> None:
 
 
 def test_our_layer_has_all_that_indexed_layers_have() -> None:
-    """Its constructor does not call upstream's."""
+    """The constructor of our layer does not call upstream's, so it must set the same attributes."""
     layer, _ = filled_layer()
     layer.reset()
     for name, value in vars(cache_utils.DynamicIndexedLayer()).items():

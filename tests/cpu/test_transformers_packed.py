@@ -41,7 +41,7 @@ def no_mask(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> Iterator[None]:
 @pytest.mark.parametrize("name", ["gpt_oss", "llama"])
 @pytest.mark.parametrize("kind", packed_training.KINDS)
 def test_loss_and_gradients_are_those_of_each_sequence_alone(kind: str, name: str, no_mask: None) -> None:
-    """It covers the loss and the gradients of all parameters, sinks included."""
+    """The loss and the gradients of all parameters, sinks included, are compared."""
     batch = packed_training.batch(kind)
     packed_training.require_close(name, lambda model: packed_training.gradients(model, batch))
 

@@ -126,7 +126,7 @@ def test_refilled_cases_pass_the_rule_and_stay_poisoned(family: str) -> None:
 
 @EACH_FAMILY
 def test_which_families_take_the_slow_path(family: str) -> None:
-    """Only "tokens and tiles" does, whose key tiles are slow in PV. Units move once, if scales are above 2."""
+    """Only the key tiles of "tokens and tiles" are slow, in PV. Units move once, if scales are above 2."""
     case = refill(sparse_case(batch=1, h_q=64, topk=2048, num_slots=6000, invalid=False), family, seed=1)
     found = slow_tiles(scales_of(case, 0, 0), case.q[0, 0])
     assert found.tiles == 32 and found.qk == 0

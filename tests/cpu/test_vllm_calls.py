@@ -168,7 +168,7 @@ def test_scaled_codes_are_stored_and_decoded_as_in_a_cache_of_four_tensors(
 @pytest.mark.parametrize("order", ["NHD", "HND"])
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
 def test_other_caches_are_vllms(cache_dtype: str, order: str) -> None:
-    """They are (pages, kv_heads, tokens, 2 d), keys before values, in both orders of memory, with FP8 as uint8."""
+    """Caches are (pages, kv_heads, tokens, 2 d), keys before values, in both orders of memory, with FP8 as uint8."""
     batch = draw_batch([40, 17], [1, 1], 16)
     layer = GqaCalls(HEADS, 2, 64, 0.125, cache_dtype)
     fp8 = cache_dtype == "fp8"
@@ -186,7 +186,7 @@ def test_other_caches_are_vllms(cache_dtype: str, order: str) -> None:
 
 
 def test_fp8_tokens_beyond_its_range_are_clamped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here the limit is 96: torch 2.13 saturates at 448 by itself, but does not promise it."""
+    """The test's limit is 96: torch 2.13 saturates at 448 by itself, but does not promise it."""
     monkeypatch.setattr(calls, "FP8_MAX", 96.0)
     batch = draw_batch([40, 17], [1, 1], 16)
     layer = GqaCalls(HEADS, 2, 64, 0.125, "fp8")

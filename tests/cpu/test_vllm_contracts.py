@@ -203,7 +203,7 @@ def test_what_is_not_served(changes: dict[str, Any]) -> None:
 
 @pytest.mark.skipif(NEW_CACHES, reason="this vLLM asks for customize_spec")
 def test_shapes_of_caches() -> None:
-    """They must be the shapes of our views."""
+    """The backend's shapes of caches must be those that its views assume."""
     shape = gqa.CuteAttentionBackend.get_kv_cache_shape
     assert shape(10, 32, 8, 128, calls.FP8_SCALED) == (10, 8, 32, calls.scaled_token_bytes(128))
     assert shape(10, 32, 8, 128, calls.INT8) == (10, 8, 32, calls.scaled_token_bytes(128))

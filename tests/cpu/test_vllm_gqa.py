@@ -145,7 +145,7 @@ def test_whole_prompts_are_as_others_where_a_batch_must_not_matter(invariant: No
 
 
 def test_drafts_are_prompts_where_a_batch_must_not_matter(invariant: None) -> None:
-    """Otherwise a batch of drafts would decode them, and a mixed batch would not."""
+    """A batch of drafts alone would decode drafts, and a mixed batch would not."""
     made = builder(drafts=2)
     m = made.build(0, common(draw_batch([40, 17], [3, 3], 16)))
     assert (m.num_decodes, m.fresh) == (0, False) and m.prompts is not None

@@ -116,7 +116,7 @@ def test_scores_that_are_no_numbers_are_wrong(requests: Requests) -> None:
 
 
 def test_a_token_of_other_keys_is_told_from_a_wrong_one(requests: Requests) -> None:
-    """It is right if our engine agrees once it gets the other engine's keys."""
+    """A token is excused if our engine also says it once it gets the other engine's keys."""
     runs = {
         ("stock-eager", "all"): run(requests, {}),
         ("ours-eager", "all"): run(requests, {(1, 5): 2.0, (2, 3): 2.0}),

@@ -65,7 +65,7 @@ def attended(layer: GqaCalls, batch: Batch) -> torch.Tensor:
 @pytest.mark.parametrize("limit", [1, 5, 20, 1000])
 @pytest.mark.parametrize("rejected", [0, SLACK + AHEAD])
 def test_every_query_has_its_keys_once(window: int | None, limit: int, rejected: int) -> None:
-    """It holds for every limit, and for every error of the host's lengths within the allowed range."""
+    """Limits vary, and so do the errors of the host's lengths within the allowed range."""
     lengths, counts = [900, 17, 300, 0, 333, 16, 1600], [1, 17, 200, 0, 333, 1, 700]
     starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
     said = [length + rejected if count else 0 for length, count in zip(lengths, counts, strict=True)]

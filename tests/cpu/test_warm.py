@@ -260,7 +260,7 @@ def test_gqa_shapes_name_what_the_op_prepares(asked: Asked, shape: GqaShape, tok
 
 
 def test_small_batches_of_short_sequences_take_a_kernel_of_their_own() -> None:
-    """So the test above compares more than one decode kernel."""
+    """The test above therefore compares more than one decode kernel."""
     named = kernel_specs(GqaShape(32, 8, max_tokens=4096), batch_sizes=BATCHES)
     assert [getattr(spec, "cluster", None) for spec in named] == [8, 4, 1, None]
 
@@ -410,7 +410,7 @@ def test_a_cache_that_cannot_be_written_is_reported(place: Place) -> None:
 
 
 def test_the_command_warms_a_model(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    """There are two kernels: decoding of batch 64 over INT8, and its append."""
+    """The two kernels are the decode of batch 64 over INT8, and its append."""
     arguments = ["--heads", "32", "--kv-heads", "8", "--batch-sizes", "64", "--processes", "2"]
     assert main([*arguments, "--list"]) == 1
     assert capsys.readouterr().out.count("to compile") == 2 and not place.directory.exists()

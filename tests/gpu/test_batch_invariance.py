@@ -116,7 +116,7 @@ def test_mla(name, way):
 @pytest.mark.parametrize("num_splits", SPLITS)
 @pytest.mark.parametrize("name", ["v3.2", "v3.2, lengths", "dense v3.2"])
 def test_mla_with_every_exchange(name, num_splits):
-    """Each exchange rounds differently, and no other row may change the result."""
+    """The exchanges round differently, and no other row may change a result."""
     case = MLA[name](h_q=128)
     for exchange in ("none", "codes", "values"):
         hold(mla(case, num_splits=num_splits, exchange=exchange))

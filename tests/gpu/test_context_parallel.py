@@ -48,7 +48,7 @@ several_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs t
 @pytest.mark.parametrize("world_size", [2, WORLD])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_shards_on_one_gpu_equal_the_whole(case: Case, world_size: int) -> None:
-    """It covers a call without the collective: local calls, rows, merge, sinks, and both kinds of heads."""
+    """Local calls, rows, merge, sinks and both kinds of heads run here; only the collective does not."""
     assert context_turns.problems(case, world_size, "cuda") == []
 
 
@@ -182,7 +182,7 @@ def test_shards_are_captured(interleave: int) -> None:
 
 @several_gpus
 def test_gpus_equal_one_process(tmp_path: Path) -> None:
-    """It covers all cases over NCCL and symmetric memory, with a process for each of two or four GPUs."""
+    """All cases run over NCCL and over symmetric memory, with a process for each of two or four GPUs."""
     world_size = 4 if torch.cuda.device_count() >= 4 else 2
     found = processes.run(context_workers.all_cases, tmp_path, world_size, backend="nccl", timeout=500.0)
     wrong = {(rank, case.name): found[rank].get(case.name) for rank in range(world_size) for case in CASES}

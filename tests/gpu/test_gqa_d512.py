@@ -94,7 +94,7 @@ def test_the_same_bits_on_20_runs(num_splits, kv_dtype):
 @pytest.mark.parametrize("element", [0, 127, 128, 300, 511])
 @pytest.mark.parametrize("s_q", [1, 2])
 def test_a_nan_in_a_visible_value_is_not_hidden(element, s_q):
-    """It must become a NaN in its element of every query that sees it, whichever warp has it, and nowhere else."""
+    """The NaN must reach its element of every query that sees it, whichever warp has it, and nothing else."""
     case = of_512(kv_dtype="bf16", seqlens=[100, 200, 300], layout="BNSH", padded=False, s_q=s_q)
     v_cache = case.v_cache.clone()
     v_cache[1, 1, 199, element] = math.nan

@@ -406,7 +406,7 @@ def test_sinks_at_infinity(num_splits):
 
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 def test_a_nan_in_a_visible_scale_is_not_hidden(name):
-    """It must become NaN in every query head of its cache head, and in no other."""
+    """The NaN must reach every query head of its KV head, and no other."""
     case = usual(seqlens=[100, 200, 300], layout="BNSH", padded=False)
     scale = getattr(case, name).clone()
     scale[1, 1, 170] = math.nan

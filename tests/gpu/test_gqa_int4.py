@@ -101,7 +101,7 @@ def test_zero_points_at_both_ends(of_kind, zero_point):
 
 @pytest.mark.parametrize("s_q", [1, 2])
 def test_a_nan_in_a_visible_scale_is_not_hidden(of_kind, s_q):
-    """It must become NaN in every query head of its cache head that sees it, and in no other."""
+    """The NaN must reach every query head of its KV head that sees it, and no other."""
     case = of_kind(seqlens=[100, 200, 300], layout="BNSH", padded=False, s_q=s_q)
     v_scale = case.v_scale.clone()
     v_scale[1, 1, 199] = math.nan

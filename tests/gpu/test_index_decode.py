@@ -238,7 +238,7 @@ def test_a_long_request_beside_short_ones(free_memory: None) -> None:
 
 
 def test_many_requests() -> None:
-    """There are 1024 requests, some without a key, in tables of one page and of two."""
+    """The 1024 requests, some without a key, have tables of one page and of two."""
     for page_size in (16, 64):
         call = index_call([i % 33 for i in range(1024)], heads=16, page_size=page_size, exact=True)
         for topk in (1, 16, 1000):

@@ -123,7 +123,7 @@ def test_long_rows(cluster: int) -> None:
 
 @pytest.mark.parametrize("ties", [-2047, -1, 0, 1, 5000])
 def test_a_plateau_begins_at_the_last_place(ties: int, cluster: int) -> None:
-    """The plateau follows one number above zeros, k - 1 of them, k, k + 1, and many more."""
+    """Zeros are the plateau, and 1, k - 1, k, k + 1 or many more numbers lie above it."""
     logits = torch.zeros(3, 30_000, dtype=torch.float32, device="cuda")
     places = torch.randperm(30_000, generator=torch.Generator().manual_seed(1))[: 2048 + ties if ties < 5000 else 9000]
     logits[:, places.cuda()] = torch.rand(len(places), device="cuda") + 0.5

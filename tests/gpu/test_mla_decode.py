@@ -279,7 +279,7 @@ def test_cache_beyond_4_gib(run_forced, mode, page_size):
 
 @pytest.mark.parametrize("field", ["code", "scale", "rope"])
 def test_a_nan_in_a_visible_key_is_not_hidden(run_forced, field):
-    """It must become NaN in every query that sees the key, and in no other."""
+    """The NaN must reach every query that sees the key, and no other."""
     case = sparse(batch=4, h_q=64, topk=100, page_size=1, invalid=False, padded=False)
     cache, slot = case.kv_cache.clone(), int(case.indices[1, 0, 70])
     begin, end = {"code": (5, 6), "scale": (SCALE_OFFSET, ROPE_OFFSET), "rope": (ROPE_OFFSET, ROPE_OFFSET + 2)}[field]
@@ -345,7 +345,7 @@ def reference_scores(case: Any) -> torch.Tensor:
 @pytest.mark.parametrize("mode", ["sparse", "dense"])
 @pytest.mark.parametrize("scales", ["absmax", "mixed"])
 def test_forced_splits_agree(mode, scales):
-    """They may differ by twice the 2.7e-3 that one result may be off, and each must pass the rule."""
+    """Results may differ by twice the 2.7e-3 that one result may be off, and each must pass the rule."""
     if mode == "sparse":
         case = sparse(batch=3, h_q=96, s_q=2, topk=700, scales=scales, lengths="query", sink="finite")
     else:

@@ -379,7 +379,7 @@ def test_warm_start_compiles_nothing():
 
 
 def test_merging_ctas_of_several_streams_do_not_wait_for_each_other():
-    """There are more CTAs than the card holds, on three streams. Merge CTAs spin and must not starve decoding CTAs."""
+    """The card does not hold all CTAs of the three streams. Merge CTAs spin and must not starve decoding CTAs."""
     cases = [
         sparse_case(batch=batch, h_q=128, topk=2048, num_slots=8192, padded=False, seed=batch, device="cuda")
         for batch in (1, 8, 16)

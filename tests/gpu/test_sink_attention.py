@@ -270,7 +270,7 @@ def test_deterministic_gradients_have_the_same_bits(options):
 
 @pytest.mark.parametrize("options", REPEATED.values(), ids=REPEATED)
 def test_only_dq_may_differ_by_default(options):
-    """Other gradients must be equal in every call. dq may differ by float32 sums in another order."""
+    """The gradients of k, v and sinks must be equal in every call. dq may differ by float32 sums in another order."""
     case = sink_case(**options)
     first, largest = run(case)[2], 0.0
     for _ in range(10):
@@ -340,7 +340,7 @@ def poison_free_memory() -> None:
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("d", [64, 128])
 def test_rows_past_the_last_sequence_are_padding(d, known, graph):
-    """They become 0, and -inf in lse. With `max_seqlen_q` the host does not read lengths."""
+    """Padding rows become 0, and -inf in lse. With `max_seqlen_q` the host does not read lengths."""
     lengths = [(20, 30), (0, 0), (140, 300)]
     call = {**sink_case(lengths, 8, 2, d, packed=True).arguments(), "return_lse": True}
     expected = sink_attention(**call)
@@ -363,7 +363,7 @@ def test_rows_past_the_last_sequence_are_padding(d, known, graph):
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("d", [64, 128])
 def test_gradients_of_padding_rows_are_0(d, window, deterministic):
-    """It holds even if the output's gradient is NaN there, and if all rows are padding."""
+    """The output's gradient may be NaN in padding rows, and all rows may be padding."""
     names = ("q", "k", "v", "s_aux")
     for lengths in ([(20, 30), (0, 0), (140, 300)], [(0, 0)]):
         plain = sink_case(lengths, 8, 2, d, packed=True, window=window)

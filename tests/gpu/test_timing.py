@@ -25,7 +25,7 @@ def spin(clocks: int) -> Any:
 
 @pytest.mark.parametrize("clocks", SPINS)
 def test_a_kernel_of_known_clocks_has_that_time(clocks: int) -> None:
-    """Its launch, of one to three microseconds, belongs to a call in a layer."""
+    """The time of a call in a layer includes its launch, of one to three microseconds."""
     found = time_calls([spin(clocks)] * 4)
     assert found.sm_mhz is not None and found.sm_mhz_rested is not None, "NVML says no clock"
     for us, mhz in ((found.us, found.sm_mhz_rested), (found.us_sustained, found.sm_mhz)):

@@ -124,7 +124,7 @@ def test_a_layer_attends(
     lengths: list[int], queries: list[int], kv_cache_dtype: str, window: int | None, sinks: bool, page_size: int,
     fakes: Any,
 ) -> None:  # fmt: skip
-    """It covers all that a layer of the engine does, with those of vLLM's kernels that take part."""
+    """The layer does all that it does in the engine, with those of vLLM's kernels that take part."""
     batch = draw_batch(lengths, queries, page_size).to(DEVICE)
     s_aux = torch.linspace(-1, 2, HEADS, dtype=torch.float32, device=DEVICE).bfloat16() if sinks else None
     impl = layer_of(kv_cache_dtype, window, s_aux)
@@ -191,7 +191,7 @@ def attended(
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("kv_cache_dtype", LIMITS)
 def test_a_graph_of_a_layer_serves_other_batches(kv_cache_dtype: str, drafts: int, fakes: Any) -> None:
-    """It is captured with four requests, and replayed with other lengths, pages and tokens, two of them padding."""
+    """The graph is captured with four requests; replays have other lengths, pages and tokens, and two padding requests."""
     count = 1 + drafts
     captured = draw_batch([64] * 4, [count] * 4, 16).to(DEVICE)
     impl, layer = layer_of(kv_cache_dtype, None, None), layer_scales()

@@ -75,7 +75,7 @@ def overlapping(call: Call, *names: str) -> Wrong:
 
 
 def all_elsewhere(call: Call) -> Call:
-    """Each tensor in turn on another device, for which there are no kernels."""
+    """The call's tensors on another device, for which there are no kernels."""
     return {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in call.items()}
 
 

@@ -132,7 +132,7 @@ def test_delta_stands_for_out():
 
 
 def test_a_loss_of_lse_by_delta():
-    """Gradients of a loss of out and of the lse with the sink, against autograd."""
+    """Gradients of a loss of out and of the lse with the sink must agree with autograd."""
     q, k, v, s_aux, dout = wide(seed=1)
     dlse = torch.randn(1, 12, 4, generator=generator(2), dtype=torch.float64)
     leaves = [t.requires_grad_() for t in (q, k, v, s_aux)]

@@ -215,7 +215,7 @@ def forward_with_more(
 def test_the_backend_for_gqa_is_refused_where_what_it_extends_has_moved(
     name: str, value: Any, words: str, places: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The backend is refused before weights are loaded. Later, a keyword that a layer passes on would be a TypeError."""
+    """The backend is refused before weights are loaded. Later, a keyword that a layer passes on is a TypeError."""
     if value is None:
         monkeypatch.delattr(f"{TRITON}.{name}")
     else:

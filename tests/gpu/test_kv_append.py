@@ -70,7 +70,6 @@ def test_bytes_are_those_of_the_reference(kind, layout, d, dtype):
 @pytest.mark.parametrize("kind", NEW_KINDS)
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_hostile_values(kind, dtype):
-    """NaN, infinities, constants, one nonzero channel, zeros, -0.0, the largest and the smallest numbers."""
     limits = torch.finfo(DTYPES[dtype])
     rows = [
         [0.0], [-0.0], [1.0], [-3.0], [math.nan], [math.inf], [-math.inf], [math.nan, 1.0], [math.inf, 1.0],

@@ -138,7 +138,7 @@ def test_window_of_4096(d, s_q, s_k):
 
 
 def test_gpt_oss_heads():
-    """64 heads over 8, with and without gpt-oss' window."""
+    """gpt-oss has 64 heads over 8, with and without a window."""
     hold(sink_case([(700, 700)], 64, 8, 64))
     hold(sink_case([(700, 700)], 64, 8, 64, window=128))
 

@@ -191,7 +191,7 @@ def attended(
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("kv_cache_dtype", LIMITS)
 def test_a_graph_of_a_layer_serves_other_batches(kv_cache_dtype: str, drafts: int, fakes: Any) -> None:
-    """The graph is captured with four requests; replays have other lengths, pages and tokens, and two padding requests."""
+    """The graph is captured with four requests; replays have other lengths, pages and tokens, and two padding rows."""
     count = 1 + drafts
     captured = draw_batch([64] * 4, [count] * 4, 16).to(DEVICE)
     impl, layer = layer_of(kv_cache_dtype, None, None), layer_scales()

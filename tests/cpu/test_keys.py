@@ -19,8 +19,8 @@ from cute_kernels.mla import op as mla_op
 from cute_kernels.runtime import ops, workspace
 from cute_kernels.sink import op as sink_op
 from cute_kernels.sink.request import FORWARD
+from tests.cpu.launch_calls import BF16, CALLS, CHANGES, I32, KV_APPEND, MERGED, U8, Call, imaginary, negated
 from tests.kit.bad_input import TABLES
-from tests.kit.launch_calls import BF16, CALLS, CHANGES, I32, KV_APPEND, MERGED, U8, Call, imaginary, negated
 from tests.kit.prepared import launch_of, prepare
 
 

@@ -79,7 +79,7 @@ def tokens_with_all_codes(scales: list[float]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("dtype", "exponents"),
     [
-        # from the smallest scale of which 2**-9 is in the type to the largest of which 448 times is
+        # scales s from the smallest whose 2**-9 s is in the range of the type to the largest whose 448 s is
         (torch.bfloat16, range(-124, 119)),
         (torch.float32, range(-126, 119)),
     ],

@@ -480,7 +480,7 @@ def test_a_second_library_is_not_taken_for_the_first(tmp_path: Path) -> None:
             found.append(ctypes.CDLL(str(path)))
     assert [library.number() for library in found] == [0, 1, 2, 3]
     assert len(names) == 4
-    assert len(descriptors) == 1  # equal numbers would be equal names, which must not be used
+    assert len(descriptors) == 1  # their numbers are equal, so a number cannot serve as a name
 
 
 def test_private_path_is_closed_to_others_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ from tests.kit.gqa_cases import SCALE_NAMES, VALUES, GqaCase, check_gqa, gqa_cas
 from tests.kit.mla_cases import SCALE_KINDS, DecodeCase, dense_case, ragged_lengths, sparse_case
 
 NUM_SMS: Final = 132
-SHORT: Final = 300  # longer sequences have more than one CTA
+SHORT: Final = 300  # tokens: more than a single CTA reads
 LONG: Final = 131_072
 MOST_CLUSTERS: Final = 15
 """Clusters of eight CTAs that the plan can place on `NUM_SMS` SMs."""

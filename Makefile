@@ -39,7 +39,7 @@ test-pins:
 	$(PYTHON) scripts/try_pins.py
 
 test-vllm: $(VENV_VLLM)/.ready
-	$(VENV_VLLM)/bin/python -m pytest tests/cpu/test_vllm_calls.py tests/cpu/test_vllm_contracts.py tests/cpu/test_vllm_engine.py tests/cpu/test_vllm_mla.py tests/cpu/test_vllm_v4.py tests/cpu/test_continuous_batching.py
+	$(VENV_VLLM)/bin/python -m pytest tests/cpu/test_vllm_calls.py tests/cpu/test_vllm_contracts.py tests/cpu/test_vllm_engine.py tests/cpu/test_vllm_gqa.py tests/cpu/test_vllm_mla.py tests/cpu/test_vllm_v4.py tests/cpu/test_continuous_batching.py
 
 lint: $(READY)
 	$(RUN) -m ruff check .

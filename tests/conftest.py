@@ -1,4 +1,4 @@
-"""Set-up that all tests share, and how `pytest -n auto --dist loadgroup` (`make test`) distributes them."""
+"""Set-up for every test, and how `pytest -n auto --dist loadgroup` (`make test`) distributes tests."""
 
 import ctypes
 import gc
@@ -10,8 +10,8 @@ import torch
 
 from cute_kernels.runtime import arch
 
-MOST_PROCESSES = 8  # each process comes to 2.5 GB: torch, the DSL and what tests have freed
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+MOST_PROCESSES = 8  # each process needs 2.5 GB: torch, the DSL and memory that tests have freed
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from malloc.h
 
 # Some tests import device code, which imports the DSL. The DSL reads its target once, when it is imported, so
 # the target is pinned before the first of them, whichever that is.
@@ -20,18 +20,17 @@ arch.pin()
 
 @pytest.fixture(scope="session")
 def root() -> pathlib.Path:
-    """The root of the checkout."""
     return pathlib.Path(__file__).resolve().parents[1]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One process for each core; none with a GPU, which one process then has to itself."""
+    """One process per core. With a GPU there are none, because one process has the GPU to itself."""
     return 0 if torch.cuda.is_available() else min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    gc.set_threshold(50_000, 20, 50)  # a kernel that is traced makes a million objects, hardly one of them in a cycle
+    gc.set_threshold(50_000, 20, 50)  # tracing a kernel makes a million objects, almost none of them in a cycle
     keep_freed_memory()
     workers = getattr(config, "workerinput", {}).get("workercount", 1)
     if workers > 1:  # more threads than cores would wait for each other
@@ -39,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Large tensors that a test frees serve the next one.
+    """Keeps large tensors that a test frees for the next test.
 
     glibc would give each back to the kernel, which clears every page again: 10 of 26 CPU seconds of test_bad_input.
     """

@@ -1,4 +1,4 @@
-"""Fixtures of tests that compile kernels."""
+"""Fixtures for tests that compile kernels."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from tests.kit.kernel_place import Place
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """An empty disk cache for this process and its children; this process forgets the kernels that it has loaded."""
+    """An empty disk cache for this process and its children. The process forgets its loaded kernels."""
     from cute_kernels.runtime import cache, compile
 
     here = Place(tmp_path / "cache", tmp_path / "log")

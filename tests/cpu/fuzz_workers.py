@@ -1,4 +1,4 @@
-"""Rounds that fail, in a module that worker processes can import."""
+"""Fuzzing rounds that fail, in a module that worker processes can import."""
 
 import os
 from typing import Any

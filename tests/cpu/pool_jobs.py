@@ -1,4 +1,4 @@
-"""Jobs for tests of bench/vllm_pool.py, which processes import by name."""
+"""Jobs for tests of bench/vllm_pool.py, which its processes import by name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _die(options: dict[str, Any], messages: Messages) -> None:
 
 
 def _child(options: dict[str, Any], messages: Messages) -> None:
-    """Starts a process that writes a file unless it is ended first."""
+    """Starts a process that writes a file unless it is killed first."""
     import subprocess
     import sys
 

@@ -1,4 +1,4 @@
-"""The accuracy table of docs/users/gqa_decode.md: up to date, and the granularities of scales are in their order."""
+"""The accuracy table of docs/users/gqa_decode.md is up to date, and finer scales are more accurate."""
 
 import pytest
 

@@ -28,7 +28,7 @@ def poisoned_cache(*shape: int) -> torch.Tensor:
 
 
 def expected_cache(kv: torch.Tensor, slots: list[int]) -> torch.Tensor:
-    """The expected append, token by token, on the flat cache."""
+    """The flat cache after an append, computed token by token."""
     flat = poisoned_cache(PAGES * PAGE_SIZE, 656)
     for row, slot in zip(kv, slots, strict=True):
         if 0 <= slot < PAGES * PAGE_SIZE:
@@ -69,7 +69,7 @@ def test_strided_tensors():
     slots = [8, -1, 20, 2]
     wide_kv = torch.full((4, 640), float("nan"), dtype=torch.bfloat16)
     wide_kv[:, 64:] = tokens(4)
-    two_layers = poisoned_cache(PAGES, 2, PAGE_SIZE, 672)  # pages of two layers in turn, tokens 16 bytes apart
+    two_layers = poisoned_cache(PAGES, 2, PAGE_SIZE, 672)  # two layers alternate, tokens are 16 bytes apart
     mapping = torch.stack([torch.tensor(slots), torch.full((4,), 33)], 1)[:, 0]
     mla_fp8_append(wide_kv[:, 64:], two_layers[:, 1, :, 16:], mapping)
     assert torch.equal(two_layers[:, 1, :, 16:], expected_cache(wide_kv[:, 64:], slots))
@@ -111,7 +111,7 @@ def test_a_prepared_launch_checks_nothing_in_python(shape, dtype, monkeypatch):
 
 @pytest.mark.parametrize("label", TABLE.wrong("cpu"))
 def test_bad_input_of_a_prepared_launch(label, monkeypatch):
-    """A difference that the kernel cannot see is in the key of the prepared launch."""
+    """A difference that the kernel cannot see must be in the key of the prepared launch."""
     kernel = prepared(monkeypatch, *TABLE.right("cpu").values())
     TABLE.refusal(label, "cpu")
     assert kernel.calls == []
@@ -119,7 +119,7 @@ def test_bad_input_of_a_prepared_launch(label, monkeypatch):
 
 def test_other_shapes_are_not_what_was_prepared(monkeypatch):
     kernel, cache = prepared(monkeypatch, KV, CACHE, SLOT), poisoned_cache(PAGES, PAGE_SIZE, 656)
-    mla_fp8_append(KV[:2], cache, SLOT[:2])  # by torch
+    mla_fp8_append(KV[:2], cache, SLOT[:2])  # torch does this
     assert torch.equal(cache, expected_cache(KV[:2], [1, 2])) and kernel.calls == []
 
 
@@ -128,7 +128,7 @@ def test_the_first_launch_prepares_the_others(monkeypatch):
     monkeypatch.setattr(append_op, "_prepared", PreparedLaunches())
     monkeypatch.setattr(append_op, "require_sm90", lambda name, device: None)
     monkeypatch.setattr(append_op, "get_kernel", lambda spec: kernel)
-    meta = [t.to("meta") for t in (KV, cache, SLOT)]  # any device but the CPU
+    meta = [t.to("meta") for t in (KV, cache, SLOT)]  # stands for any device but the CPU
     for launches in (1, 2, 3):
         mla_fp8_append(*meta)
         assert len(kernel.calls) == launches and len(append_op._prepared) == 1
@@ -150,12 +150,12 @@ def test_four_tokens_per_warp_compile():
     specs = [MlaAppendSpec(tokens_per_warp=4, warps=8, cache_format=name) for name in FORMATS]
     for spec, code in zip(specs, reports(specs), strict=True):
         assert code.problems(spec.expected) == [], spec
-        rope_parts = spec.cache_format == "v3.2"  # of all tokens together
+        rope_parts = spec.cache_format == "v3.2"  # for all tokens together
         assert code.count("LDG.E.128") == 8 + rope_parts, f"{spec}: two of each token's latent"
 
 
 def test_all_loads_are_issued_before_anything_is_quantized():
-    """Else a warp has half of its bytes in flight; where ptxas puts them is its own affair."""
+    """A quantization between the loads would leave half of a warp's bytes in flight. ptxas may move the loads."""
     for spec, lines in zip(shipped_specs(), listings(shipped_specs()), strict=True):
         opcodes = [found[1] for line in lines if (found := re.search(r"\*/\s+(?:@!?U?P\d+ )?([A-Z]\S*)", line))]
         loads = [place for place, opcode in enumerate(opcodes) if opcode.startswith("LDG")]
@@ -166,7 +166,6 @@ def test_all_loads_are_issued_before_anything_is_quantized():
 
 
 def test_the_launch_tells_the_kernel_where_rows_are(monkeypatch):
-    """The layout of a page says it."""
     asked: list[Any] = []
     calls: list[Any] = []
 

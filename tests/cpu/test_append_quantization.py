@@ -1,7 +1,7 @@
 """The arithmetic of the append kernels, `mla/kernels/quantize.py`, step by step in numpy, over every bf16 value.
 
-A kernel divides no element by its e4m3 scale and takes no logarithm. That this changes no bit is shown here over all
-inputs, against rules that are written with exact fractions. That the kernels take these steps: `tests/gpu`.
+A kernel neither divides an element by its e4m3 scale nor takes a logarithm. These tests show over all inputs that this
+changes no bit, against rules written with exact fractions. `tests/gpu` shows that the kernels take these steps.
 """
 
 from fractions import Fraction
@@ -13,10 +13,10 @@ import pytest
 from cute_kernels.mla.kernels.quantize import bf16_pair
 from fp8_mla.formats import E8M0_BIAS, FP4_VALUES, FP8_MAX, MIN_FP4_SCALE, MIN_SCALE_EXPONENT
 
-Array = Any  # of numpy, which is not type-checked here
+Array = Any  # a numpy array; numpy is not type-checked here
 
 MAGNITUDES: Array = np.arange(0x7F80, dtype=np.uint32)
-"""Bits of all finite bf16 magnitudes."""
+"""Bits of the magnitudes of all finite bf16 numbers."""
 INF, NAN = 0x7F80, 0x7FFF
 E4M3 = [
     Fraction(code % 8, 8) * Fraction(2) ** -6
@@ -24,7 +24,7 @@ E4M3 = [
     else (1 + Fraction(code % 8, 8)) * Fraction(2) ** (code // 8 - 7)
     for code in range(127)
 ]
-"""What the finite e4m3 codes mean, from 0 to 448."""
+"""The values of the finite e4m3 codes, from 0 to 448."""
 
 
 def as_float(bf16_bits: Array) -> Array:
@@ -32,16 +32,16 @@ def as_float(bf16_bits: Array) -> Array:
 
 
 def bf16(exact: Array) -> Array:
-    """Numbers that a packed instruction has to hold; it rounds none of them."""
+    """Checks that a packed bf16 instruction can hold the numbers exactly."""
     result: Array = exact.astype(np.float32)
     assert (result == exact).all() and not (result.view(np.uint32) & 0xFFFF).any()
     return result
 
 
 def e2m1_steps(bits: Array, scale: float) -> tuple[Array, Array]:
-    """Low and high half of a pair's word as `quantize_e2m1` makes it of elements with these bits, without signs."""
+    """Low and high half of the word that `quantize_e2m1` makes of a pair of elements with these bits, without signs."""
     x = as_float(bits)
-    s = np.float64(scale)  # products and sums of a few bits: exact in float64, then held to bf16
+    s = np.float64(scale)  # products and sums of a few bits, exact in float64, then checked to be bf16
     s025, s075, s100, s150, s175, s225, s275 = (bf16(s * m) for m in (0.25, 0.75, 1.0, 1.5, 1.75, 2.25, 2.75))
     b2 = (x >= s175).astype(np.float64)
     b1 = (x >= bf16(b2 * s275 + s075)).astype(np.float64)
@@ -57,12 +57,12 @@ def e2m1_steps(bits: Array, scale: float) -> tuple[Array, Array]:
 
 
 def nearest_e2m1(bits: Array, scale: Fraction) -> Array:
-    """The code of the number next to x / scale, the even one of two, by comparing x with fractions times the scale."""
+    """The code nearest to x / scale, ties to even, found by comparing x with fractions times the scale."""
     x: Array = as_float(bits).astype(np.float64)
     values = [Fraction(value) for value in FP4_VALUES]
     code: Array = np.zeros(len(bits), dtype=np.int64)
     for upper in range(1, 8):
-        middle = float((values[upper - 1] + values[upper]) / 2 * scale)  # 7 bits: exact
+        middle = float((values[upper - 1] + values[upper]) / 2 * scale)  # 7 bits, so this is exact
         code += x >= middle if upper % 2 == 0 else x > middle
     return code
 
@@ -76,7 +76,7 @@ def test_e2m1_codes_of_all_magnitudes_with_every_scale() -> None:
 
 
 def test_e2m1_codes_are_those_of_a_float32_quotient() -> None:
-    """The rule is written with a division, as torch does it."""
+    """The rule divides in float32, as torch does."""
     for scale in E4M3[1:]:
         with np.errstate(over="ignore"):
             quotient = as_float(MAGNITUDES) / np.float32(scale)
@@ -86,12 +86,12 @@ def test_e2m1_codes_are_those_of_a_float32_quotient() -> None:
 
 
 def nearest_e4m3(x: Fraction) -> int:
-    """The code next to a number from 0 to 448, the even one of two."""
+    """The code nearest to a number from 0 to 448, ties to even."""
     return min(range(127), key=lambda code: (abs(E4M3[code] - x), code % 2))
 
 
 def test_e4m3_scale_of_every_largest_magnitude() -> None:
-    """The float32 product with 1 / 6 rounds to the same e4m3 number as the exact quotient."""
+    """The float32 product with 1 / 6 rounds to the e4m3 number of the exact quotient."""
     smallest = bf16_pair(6 * MIN_FP4_SCALE) & 0xFFFF
     largest = np.maximum(MAGNITUDES, smallest)
     with np.errstate(over="ignore"):
@@ -115,7 +115,7 @@ def test_ue8m0_scale_of_every_largest_magnitude() -> None:
 
 
 def test_products_with_the_inverse_of_a_ue8m0_scale_are_exact() -> None:
-    """But for those far below the smallest e4m3 number, which become 0 however they are rounded."""
+    """Exceptions are products far below the smallest e4m3 number, which become 0 however they are rounded."""
     for byte in range(MIN_SCALE_EXPONENT + E8M0_BIAS, ((INF + 0x1F) >> 7) - 7):
         inverse = np.array([(2 * E8M0_BIAS - byte) << 23], dtype=np.uint32).view(np.float32)
         with np.errstate(over="ignore"):

@@ -1,7 +1,7 @@
-"""Bad input to the public functions: a TypeError or ValueError that names the argument, what it got and what it needs.
+"""Bad input to public functions raises a TypeError or ValueError with the argument, its value and what it needs.
 
 The checks come before any work and do not depend on the device: tests/gpu/test_bad_input.py takes the same tables and
-compares the words. The outputs of every call are poisoned before it and must still be after it.
+compares the words. Outputs of every call are poisoned before it and must still be poisoned after it.
 """
 
 import math
@@ -64,7 +64,6 @@ def test_a_default_device_changes_no_word(name: str) -> None:
 
 @EACH_TABLE
 def test_a_device_that_is_no_sm90_is_named(name: str) -> None:
-    """A device that is neither a CPU nor an SM90 GPU is named in the message."""
     if "everything on another device" in TABLES[name].wrong("cpu"):
         error = TABLES[name].refusal("everything on another device", "cpu")
         assert isinstance(error, ValueError)
@@ -81,7 +80,7 @@ def test_checks_that_pass_format_nothing() -> None:
 
 
 def test_both_kinds_of_states_that_cannot_be_viewed() -> None:
-    """More than five dimensions are viewed as five. Strides that do not allow it are refused, not copied."""
+    """More than five dimensions are viewed as five. Strides that do not allow that are refused, not copied."""
     outs, lses = torch.zeros((2, 2, 3, 2, 4, 64)), torch.zeros((2, 2, 3, 2, 4))
     out, lse = torch.full((2, 3, 2, 4, 64), math.nan), torch.full((2, 3, 2, 4), math.nan)
     merge_states(outs, lses, out=out, lse=lse)
@@ -91,7 +90,7 @@ def test_both_kinds_of_states_that_cannot_be_viewed() -> None:
 
 
 def test_strides_of_dimensions_of_one_element_are_free() -> None:
-    """Axes of size 1 may have any stride: torch leaves it open, and slices of wider tensors have odd ones."""
+    """Torch leaves the stride of an axis of size 1 open, and slices of wider tensors have odd ones."""
     call = TABLES["mla_fp8_decode, sparse"].right("cpu")
     one = {name: call[name][:1, :1, :1].clone() for name in ("q", "out", "lse")}
     one["q"] = one["q"].as_strided(one["q"].shape, (577, 577, 577, 1))
@@ -105,7 +104,7 @@ def test_strides_of_dimensions_of_one_element_are_free() -> None:
 # ---- tensors that are not what lies in their memory
 
 NAMES = {"k_cache": "kv_cache", "attn_sink": "s_aux"}
-"""What arguments of `flash_mla_with_kvcache` are called in messages."""
+"""Names of arguments of `flash_mla_with_kvcache` in messages."""
 
 
 def tensors() -> Iterator[tuple[str, str]]:
@@ -114,12 +113,12 @@ def tensors() -> Iterator[tuple[str, str]]:
 
 
 SINKS = [("sink_attention", argument) for argument in ("q", "k", "v", "s_aux")]
-CANDIDATES = [*gradients.candidates("cpu"), *SINKS]  # what can have a derivative
+CANDIDATES = [*gradients.candidates("cpu"), *SINKS]  # tensors that can have a derivative
 EACH_TENSOR = pytest.mark.parametrize(("name", "argument"), list(tensors()))
 
 
 def refusal(name: str, argument: str, value: torch.Tensor) -> str:
-    """What a call says of an argument that it names first."""
+    """The error of a call whose message must name `argument` first."""
     table = TABLES[name]
     with pytest.raises((TypeError, ValueError)) as error:
         table.function(**table.right("cpu") | {argument: value})
@@ -198,7 +197,7 @@ def test_functional_gradients_are_torch_autograds() -> None:
 
 
 def test_out_may_be_q() -> None:
-    """torch.compile makes such calls. Of decoding with 512 columns of q and of gqa_decode."""
+    """torch.compile makes such calls, both for MLA decoding with 512 columns of q and for `gqa_decode`."""
     for name in ("gqa_decode", "gqa_decode, paged", "mla_fp8_decode, planar pages", "mla_fp8_decode, two caches"):
         table = TABLES[name]
         call = table.right("cpu")
@@ -210,7 +209,7 @@ def test_out_may_be_q() -> None:
 
 
 def test_tensors_of_one_memory_that_share_no_byte_are_taken() -> None:
-    """Rows of out and lse in turn, as ranks exchange them; caches and scales that are parts of pages."""
+    """Ranks exchange rows of out and lse in alternation, and caches and scales are parts of pages."""
     call = TABLES["gqa_decode"].right("cpu")
     rows = torch.full((*call["lse"].shape, 2 * 64 + 16), 7, dtype=torch.uint8)
     out, lse = rows[..., :128].view(torch.bfloat16), rows[..., 128:132].view(torch.float32).squeeze(-1)

@@ -42,7 +42,7 @@ SHOWN = [
     (SinkBackwardKernel, "", barriers.table(key_barriers(SinkBackwardSpec("bfloat16", 64)))),
     (SinkBackwardKernel, "", barriers.table(key_barriers(SinkBackwardSpec("bfloat16", 128)))),
 ]
-"""What has the docstring (a module or a class), the line before the table, the table."""
+"""The module or class with the docstring, the line before the table, and the table."""
 
 
 @pytest.mark.parametrize(("shown_by", "title", "shown"), SHOWN)

@@ -1,7 +1,7 @@
-"""For a given number of splits a row's bits depend on that row alone: what decides bits, as planners choose it.
+"""With a given number of splits, a row's bits depend on that row alone. The planners' choices show it.
 
-Bits follow from the kernel, which a spec is, and from how many parts a query's keys are cut into. Each test draws two
-calls that differ in all that is not a row's own, and holds that both have one spec and one cut.
+Bits follow from the kernel, which the spec identifies, and from the number of parts that a query's keys are cut into.
+Each test draws two calls that differ in everything outside a row; both must have the same spec and the same parts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PLENTY = settings(max_examples=500, deadline=None)
 
 @st.composite
 def others_of_mla(draw: st.DrawFn) -> dict[str, Any]:
-    """What a batch adds to a row: the requests beside it, whether they say lengths, and how wide their tables are."""
+    """What a batch adds to a row: other requests, whether there are lengths, and the width of tables."""
     return {
         "batch": draw(BATCHES), "s_q": draw(st.integers(1, 4)), "ragged": draw(st.booleans()),
         "max_keys": draw(st.sampled_from([1, 64, 65, 2048, 131_072])), "num_sms": draw(st.sampled_from([114, 132])),
@@ -64,7 +64,7 @@ def test_mla(form, sparse, h_q, num_splits, exchange, inf_if_empty, one, other):
 @PLENTY
 @given(h_q=st.integers(65, 128), num_splits=SPLITS, others=others_of_mla())
 def test_an_exchange_has_the_heads_and_the_merge_of_a_call_without(h_q, num_splits, others):
-    """Results are equal bit for bit, as `mla_fp8_decode` says."""
+    """`mla_fp8_decode` promises results that are equal bit for bit."""
     plans = [
         plan_decode(sparse=True, h_q=h_q, num_splits=num_splits, exchange=exchange, **others)
         for exchange in (None, *EXCHANGES)
@@ -94,7 +94,7 @@ def test_gqa(layout, heads, s_q, d, num_splits, kv_dtype, one, other, sms):
             spec, batch=batch, h_kv=h_kv, rows=h_q // h_kv * s_q, max_keys=capacity, num_sms=num_sms,
             num_splits=num_splits,
         )  # fmt: skip
-        # with as many splits as there are key tiles, or more, each tile is a split
+        # with as many splits as key tiles, or more, each tile is a split
         found.append((spec, plan.splits, plan.ranges))
         assert plan.splits == min(num_splits, -(-capacity // spec.keys_per_tile))
     assert found[0] == found[1]
@@ -118,7 +118,7 @@ def _sizes(layout: Any, size: dict[str, int], kv_dtype: str) -> Any:
     dtype=st.sampled_from(["bfloat16", "float16", "float32"]), one=st.integers(1, 10**6), other=st.integers(1, 10**6),
 )  # fmt: skip
 def test_merge_states(num_states, d, dtype, one, other):
-    """A group adds states in their order. Lanes that hold a state each, or a warp of them, add weights in one order."""
+    """A group adds states in their order. Lanes with a state each, or a warp of them, add weights in one order."""
     specs = [
         MergeSpec.for_launch(rows=rows, num_states=num_states, d=d, in_dtype=dtype, out_dtype=dtype)
         for rows in (one, other)
@@ -131,7 +131,7 @@ def test_merge_states(num_states, d, dtype, one, other):
 @PLENTY
 @given(window=st.integers(1, 2000), one=st.integers(1, 3000), other=st.integers(1, 3000))
 def test_sinks_over_packed_sequences(window, one, other):
-    """Whether a window is compiled, and with it the key tile, does not follow from the tokens of other sequences."""
+    """The tokens of other sequences must not decide whether a window is compiled, which determines the key tile."""
     found = [_packed(window, tokens)["window"] for tokens in (one, other)]
     assert found[0] == found[1] == window
 

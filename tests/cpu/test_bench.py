@@ -1,6 +1,6 @@
-"""A speed is recorded only of a call whose results passed the oracle, and whose timed graph wrote the same bits.
+"""A speed is recorded only if a call's results passed the oracle and its timed graph wrote the same bits.
 
-The GPU is the CPU here: a replay makes the calls again and copies their results into those of the captured ones.
+The CPU stands for the GPU: a replay makes the calls again and copies results into those of the captured calls.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def store_of(case: Any) -> Any:
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Timers that need no GPU, and caches of some hundred tokens."""
+    """Timers that need no GPU, and caches of a few hundred tokens."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     card = SimpleNamespace(multi_processor_count=132, L2_cache_size=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: card)
@@ -116,7 +116,7 @@ def test_a_case_that_is_right_has_a_speed(name: str, timed: None) -> None:
 @EACH
 @pytest.mark.parametrize("nth", [1, 3], ids=["the checked call", "another set"])
 def test_a_wrong_result_costs_the_speed(name: str, nth: int, timed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first call is the one that the oracle sees; the third is of a set that eager and timed calls both make."""
+    """The oracle checks the first call. Eager and timed calls both use the set of the third call."""
     case, made = SMALL[name], []
 
     def damaged(right: Callable[..., Any]) -> Callable[..., Any]:

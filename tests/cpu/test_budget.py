@@ -1,4 +1,4 @@
-"""The cycle budget: it gives the published estimate, behaves as a budget must, and fits what was recorded."""
+"""The cycle budget gives the published estimate, behaves as a budget must, and fits recorded times."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ from tests.kit.kernel_place import printed
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 0.15
-"""How far a prediction may be from what was recorded."""
+"""Largest relative difference between a prediction and a recorded time."""
 CARDS = ("h200", "h100")
 FAR: dict[str, list[str]] = {
     "h200": [
@@ -33,14 +33,14 @@ FAR: dict[str, list[str]] = {
         "gqa_decode bf16 none paged_NHD_64 32x64x1 s_k 8192 d 64 window 128",
     ],
 }
-"""Of each card the cases whose kernels are slower, or faster, than the budget says by more than `LIMIT`."""
+"""For each card, the cases that are slower or faster than the budget by more than `LIMIT`."""
 MOST = {"h200": 0.05, "h100": 0.11}
-"""What three of four cases are predicted within: 0.101 on the H100. All constants are an H200's."""
+"""Three of four predictions are at least this close: 0.101 on the H100. The constants come from an H200."""
 
 
 @pytest.fixture(scope="module", params=CARDS)
 def card(request: pytest.FixtureRequest) -> str:
-    """All that is held to a record is held to that of each card. Its constants come from an H200 of another day."""
+    """Every card with a record. The constants come from an H200, recorded on another day."""
     return request.param
 
 
@@ -86,11 +86,11 @@ def test_measured_limits() -> None:
     assert plain[Unit.CONVERSION] == pytest.approx(21.4)
     assert plain[Unit.SMEM] == pytest.approx(37, abs=0.5)
     assert plain[Unit.HBM] == pytest.approx(39, abs=1)
-    # a producer alone: 63.4 clocks a row with 32 rows in flight, 42.9 with 64
+    # a producer alone takes 63.4 clocks a row with 32 rows in flight, 42.9 with 64
     for rows_in_flight, cycles in ((32, 63.4), (64, 42.9)):
         demand = dataclasses.replace(variants.TURNS, rows_in_flight=rows_in_flight).demands(H200)
         assert demand[Unit.CONVERSION] + demand[Unit.GATHER] == pytest.approx(cycles, rel=0.03)
-    # what is recorded of 128 x 128 x 2: 290 us at 1980 MHz are 72 cycles a token
+    # recorded for 128 x 128 x 2: 290 us at 1980 MHz are 72 cycles a token
     assert model.spread_cycles(290.128, 1980, 128 * 2 * 2048 * 2, 132) == pytest.approx(72.3, abs=0.05)
     assert str(Unit.HBM) == Unit.HBM.value
 
@@ -176,7 +176,7 @@ def test_calibration_finds_what_a_prediction_was_made_from() -> None:
 
 
 def test_parts_of_pages_are_waited_for_less_than_rows_of_a_list() -> None:
-    """But not where it is HBM that binds."""
+    """HBM-bound cases are an exception."""
     rows = dataclasses.replace(LAUNCH, readers=1)
     pages = dataclasses.replace(rows, pages=True)
     for variant in (MLA_BUILT, variants.MLA_HALF):
@@ -197,7 +197,7 @@ def test_ragged_lengths_have_no_prediction() -> None:
 
 
 def off(predicted: float, case: dict[str, Any]) -> float:
-    """Relative distance from the median; from the range p10..p90 where that is wider than the limit.
+    """Relative distance from the median, or from the range p10..p90 if that is wider than the limit.
 
     A case that takes 429 us in one replay and 510 in the next has no single time to predict.
     """
@@ -216,12 +216,12 @@ def predicted_mla_cases(record: dict[str, Any]) -> list[tuple[MlaCase, dict[str,
 
 
 def known_to_be_far(card: str, op: str) -> list[str]:
-    """Those of an operation, as the tests below find them: one that is no longer far is taken off the list."""
+    """The known cases of an operation that are far off. Tests require that the list has no other case."""
     return [name for name in FAR[card] if name.startswith(op)]
 
 
 def test_every_recorded_mla_case_is_predicted(card: str, record: dict[str, Any]) -> None:
-    """Two of them made the two constants; some with dense keys, 16 and 32 heads the numbers of these."""
+    """The constants were fitted to two cases; cases with dense keys, 16 or 32 heads gave further numbers."""
     cases = predicted_mla_cases(record)
     far = []
     for bench, case in cases:

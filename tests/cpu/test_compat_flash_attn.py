@@ -1,4 +1,4 @@
-"""FlashAttention's interface: against torch's attention, against the ops, and what is refused, by name."""
+"""FlashAttention's interface agrees with torch's attention and with our operators, and names what it refuses."""
 
 import inspect
 from typing import Any
@@ -34,7 +34,7 @@ def oracle(
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One sequence, (s, h, d) each, in float64; the mask as FlashAttention's documentation draws it."""
+    """float64 attention of one sequence, (s, h, d) each, with the mask of FlashAttention's documentation."""
     ratio = q.shape[1] // k.shape[1]
     q, k, v = (t.double().transpose(0, 1) for t in (q, k, v))
     k, v = (t.repeat_interleave(ratio, 0) for t in (k, v))
@@ -147,7 +147,7 @@ def test_packed_sequences(left: int, with_sinks: bool) -> None:
 
 
 def test_padded_rows_of_packed_queries() -> None:
-    """As transformers pads steps for its graphs: sequences without tokens, then rows that belong to none."""
+    """For its graphs, transformers pads steps with empty sequences, then with rows that belong to no sequence."""
     q, k, v = draw(6, H_Q, D), draw(9, H_KV, D), draw(9, H_KV, D)
     cu = torch.tensor([0, 3, 6, 6, 6], dtype=torch.int32)
     longer = [torch.cat([t, torch.full((2, *t.shape[1:]), torch.nan).to(t.dtype)]) for t in (q, k, v)]
@@ -162,7 +162,7 @@ def test_padded_rows_of_packed_queries() -> None:
 
 @pytest.mark.parametrize("longest", [torch.tensor(3), torch.tensor(3).numpy(), None])
 def test_a_longest_length_of_any_kind(longest: Any) -> None:
-    """Transformers takes it of `cu_seqlens` by torch where positions say where sequences begin."""
+    """If only positions mark where sequences begin, transformers computes it from `cu_seqlens` as a tensor."""
     q, k, v = draw(6, H_Q, D), draw(6, H_KV, D), draw(6, H_KV, D)
     cu = torch.tensor([0, 3, 6], dtype=torch.int32)
     expected = flash_attn_varlen_func(q, k, v, cu, cu, 3, 3, causal=True)
@@ -170,7 +170,7 @@ def test_a_longest_length_of_any_kind(longest: Any) -> None:
 
 
 def test_parts_merge_by_their_log_sum_exps() -> None:
-    """Cascade attention: the sink joins one part, and its log-sum-exp tells the other of it."""
+    """In cascade attention one part takes the sink, and its log-sum-exp carries the sink into the merge."""
     q, k, v, sinks = draw(1, 4, H_Q, D), draw(1, S_K, H_KV, D), draw(1, S_K, H_KV, D), draw(H_Q)
     parts = [
         flash_attn_func(q, k[:, :9], v[:, :9], return_softmax_lse=True, s_aux=sinks),
@@ -185,7 +185,7 @@ def test_parts_merge_by_their_log_sum_exps() -> None:
 
 
 def paged(k: torch.Tensor, v: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Caches (batch, s, h, d) as pages in a random order, and their table."""
+    """Caches (batch, s, h, d) as pages in random order, and their block table."""
     per_sequence = -(-k.shape[1] // page_size)
     table = torch.randperm(k.shape[0] * per_sequence).view(k.shape[0], per_sequence).int()
     pages = []
@@ -280,7 +280,7 @@ def test_new_tokens_are_stored_and_seen(pages: int | None) -> None:
 @pytest.mark.parametrize("pages", [None, 4])
 @pytest.mark.parametrize("length, same", [(-5, 0), (-(2**31), 0), (9, 8), (2**31 - 2, 8), (2**31 - 1, 8)])
 def test_any_length_counts_as_one_of_the_cache(length: int, same: int, pages: int | None) -> None:
-    """Tokens are stored behind 0 tokens or dropped, and queries see the same."""
+    """Tokens are stored after 0 tokens or dropped, and queries see the clamped length."""
     q, k, v, new = draw(B, 2, H_Q, D), draw(B, 8, H_KV, D), draw(B, 8, H_KV, D), draw(B, 2, H_KV, D)
     found = []
     for n in (length, same):
@@ -305,7 +305,7 @@ def test_a_number_beyond_int32_is_no_length() -> None:
 
 
 def test_a_token_without_room_is_dropped() -> None:
-    """Sequences that are full by one, by all, with a length below 0, and with a page that does not exist."""
+    """Sequences are full, full up to one token, have a length below 0, or a page that does not exist."""
     k, v = draw(4, 8, H_KV, D), draw(4, 8, H_KV, D)
     new = draw(4, 2, H_KV, D)
     k_cache, v_cache = k.clone(), v.clone()
@@ -364,7 +364,7 @@ KINDS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
         flash_attn_varlen_func, (torch.zeros(9, H_Q, D).bfloat16(), KV[0, :9], KV[0, :9], CU, CU, 9, 9), PACKED
     ),
 }  # fmt: skip
-"""Functions, a right call of each, and what they refuse beside it."""
+"""Functions, a valid call of each, and arguments that they refuse."""
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, (*_, refused) in KINDS.items() for name in refused])

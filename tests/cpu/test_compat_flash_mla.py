@@ -1,4 +1,4 @@
-"""FlashMLA's interface: arguments translated, lse in its form, refusals in a sentence."""
+"""FlashMLA's interface: arguments are translated, lse has its form, and errors say what is refused."""
 
 import math
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ def case():
 
 @pytest.fixture
 def indices():
-    """Slots of 7 keys a query with gaps; the last sequence has none."""
+    """Slots of 7 keys per query with gaps; the last sequence has none."""
     slots = torch.randint(0, 6 * PAGE_SIZE, (BATCH, S_Q, 7), generator=torch.Generator().manual_seed(1))
     slots[:, :, 3] = -1
     slots[2] = -1
@@ -39,7 +39,7 @@ def indices():
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The requests that reach the operation, with poisoned outputs, so that a test sees exactly what is passed on."""
+    """Records the requests that reach the operation, with poisoned outputs."""
     recorded = []
     decode_request = op.decode_request
 
@@ -55,7 +55,7 @@ def calls(monkeypatch):
 
 
 def assert_flash_mla_result(got, q, k_cache, **arguments):
-    """`got` is the reference's result in FlashMLA's form."""
+    """Requires that `got` is the reference's result in FlashMLA's form."""
     out, lse = got
     expected, expected_lse = fp8_mla.reference_decode(q, k_cache, **arguments)
     assert out.dtype == torch.bfloat16 and out.shape == (*q.shape[:3], 512)
@@ -208,7 +208,7 @@ def test_two_caches_of_every_format(first, second, layout, kv_formats):
     caches = []
     for name, pages, page_size in ((first, 3, 4), (second, 10, 2)):
         token_format = fp8_mla.FORMATS[name]
-        # as FlashMLA's users make them: pages are padded, and the last dimension does not say where rows are
+        # as FlashMLA's users make them: pages are padded, and the last dimension does not show where rows are
         memory = torch.full((pages, page_size * token_format.token_bytes + 64), 0xFF, dtype=torch.uint8)
         cache = memory[:, : page_size * token_format.token_bytes].view(pages, page_size, 1, token_format.token_bytes)
         tokens = fp8_mla.pack(torch.randn(pages * page_size, token_format.d_qk, generator=generator), token_format=name)
@@ -286,5 +286,5 @@ def test_the_operator_takes_the_choice_last(inf_if_empty):
     assert (expected == -math.inf).any()
     assert torch.equal(lse == infinite, expected == -math.inf) and not (lse == -infinite).any()
     utilities = ("test_schema", "test_faketensor")
-    out.fill_(math.nan), lse.fill_(math.nan)  # what is written must change, or the check sees nothing
+    out.fill_(math.nan), lse.fill_(math.nan)  # the values must change, or the check sees nothing
     torch.library.opcheck(operator, (*inputs, out, lse, *inf_if_empty), test_utils=utilities)

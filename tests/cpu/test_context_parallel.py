@@ -1,4 +1,4 @@
-"""Context parallelism over gloo: four processes equal one, and a rank that dies makes the others fail in time."""
+"""Context parallelism over gloo: four processes give the results of one, and a dead rank ends the others in time."""
 
 import math
 import os
@@ -29,7 +29,7 @@ Found = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each of four processes found in all cases: one start for all of them."""
+    """What each of four processes found in all cases, from a single start."""
     return processes.run(context_workers.all_cases, tmp_path_factory.mktemp("ranks"), WORLD)
 
 
@@ -41,12 +41,12 @@ def test_four_processes_equal_one(name: str, found: Found) -> None:
 @pytest.mark.parametrize("case", CASES[::5], ids=str)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_ranks_in_turns_equal_one_process(case: Case, world_size: int) -> None:
-    """Without processes, as tests/gpu runs all cases on one GPU."""
+    """The ranks take turns in one process, as in tests/gpu on one GPU."""
     assert context_turns.problems(case, world_size, "cpu") == []
 
 
 def test_a_callable_may_say_plus_infinity_for_no_keys() -> None:
-    """`compat.flash_mla` does, as FlashMLA: of three requests, one rank or none has keys of the last two."""
+    """`compat.flash_mla` does so, like FlashMLA. For the last two of three requests one rank or none has keys."""
     case = dense_case(seqlens=[70, 20, 0], h_q=8, page_size=64, sink="none", causal=False, seed=1)
     dealt: dict[str, Any] = {"world_size": 2, "interleave": 30}
     ranks = [context_shards.mla_dense(case, page_size=64, rank=rank, **dealt) for rank in range(2)]
@@ -82,7 +82,7 @@ def test_ranks_do_not_wait_for_ever(task: processes.Task, tmp_path: Path) -> Non
 
 
 def test_ranks_that_disagree_are_told_the_same(tmp_path: Path) -> None:
-    """Before anything is exchanged whose size, type or meaning differs, and nobody hangs: the next call is right."""
+    """Ranks must find the difference before they exchange tensors, must not hang, and the next call must work."""
     found = processes.run(context_workers.disagreements, tmp_path, 2)
     assert found[0] == found[1]
     for name, words in found[0].items():
@@ -103,7 +103,7 @@ def test_no_group() -> None:
 
 
 def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
-    """As pasted into a file, on two CPU processes of the page's four; every rank prints."""
+    """The example runs as pasted, on two CPU processes in the place of the page's four. Every rank prints."""
     page, example = examples.EXAMPLES["context_parallel-0"]
     assert "torchrun --nproc-per-node 4 example.py" in page.read_text(encoding="utf-8")
     (tmp_path / "example.py").write_text(example, encoding="utf-8")
@@ -124,7 +124,7 @@ def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_what_ranks_receive_is_what_is_sent() -> None:
-    """The budget's bytes are those of the buffers."""
+    """The bytes in the budget must be those of the buffers."""
     for heads in ("gather", "scatter"):
         paper = Exchange(4, rows=3 * 2 * 8, d=512, heads=heads)
         rows = Rows.empty((3, 2, 8), 512, torch.bfloat16, torch.device("cpu"))
@@ -177,7 +177,7 @@ def test_symmetric_memory_holds_what_its_buffers_hold() -> None:
     "record", context_parallel_table.records(), ids=lambda record: f"{record['ranks']} x {record['card']}"
 )
 def test_the_link_is_the_measured_one(record: dict[str, Any]) -> None:
-    """Constants are those of two ranks; exchanges between those that they are fitted to, and of four, are predicted."""
+    """The constants are fitted to exchanges of two ranks. Exchanges between those, and of four ranks, are predicted."""
     if record["ranks"] == 2:
         assert NVLINK.gbps == pytest.approx(record["link"]["gbps"], rel=0.05)
         assert NVLINK.start_us == pytest.approx(record["link"]["start_us"], rel=0.15)

@@ -1,4 +1,4 @@
-"""`context_parallel_sink_attention` over gloo: two and four processes equal one."""
+"""`context_parallel_sink_attention` over gloo: two and four processes give the results of one."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("case", training_ranks.CASES, ids=str)
 def test_processes_equal_one(case: training_ranks.Case, world_size: int, found: Found) -> None:
-    """Bits of out and dq; dk, dv and ds_aux under the tolerance rule."""
+    """`out` and dq must have the same bits; dk, dv and ds_aux must satisfy the tolerance rule."""
     assert [found[world_size][rank].get(case.name) for rank in range(world_size)] == [[]] * world_size
 
 
@@ -63,7 +63,7 @@ def test_without_a_group() -> None:
 
 @pytest.mark.parametrize(("window", "sent"), [(None, None), (128, 256), (129, 256), (130, 512), (900, None)])
 def test_a_window_sends_only_what_it_reaches(window: int | None, sent: int | None) -> None:
-    """Whole key tiles before each of the two chunks of 512 tokens; everything where a chunk is shorter than that."""
+    """A rank gets the whole key tiles before each of its two chunks of 512 tokens, or everything for longer windows."""
     keys = keys_of((512,), 1024, Place(1, 4, "zigzag"), window, torch.device("cpu"))
     assert (None if keys.sent is None else len(keys.sent)) == sent
     counts = keys.cu_seqlens_k.diff().tolist()

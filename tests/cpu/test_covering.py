@@ -1,4 +1,4 @@
-"""The covering arrays: no possible combination is missing, every row is a valid call, and kernels stay few."""
+"""The covering arrays lack no possible combination, every row is a valid call, and there are few kernels."""
 
 import dataclasses
 import itertools
@@ -67,7 +67,7 @@ def broken(model: Model, *names: str) -> list[tuple[Any, ...]]:
 
 
 def gqa_call(kv: str, q: str, k: str, v: str, layout: str = "BNSH", page: str = "none") -> dict[str, Any]:
-    """Arguments of any values, whether or not they go together."""
+    """Arguments of any values, compatible or not."""
     known, rows = LAYOUTS[layout], covering.PAGE_SIZES[page] or 32
     dtype, sizes = KV_DTYPES[kv], CacheSizes(2, rows, 2, 64)
     caches = [
@@ -182,7 +182,7 @@ def test_sizes_at_the_ends_are_among_the_rows():
 
 
 def test_kernels_stay_few():
-    """Each kernel of `gqa_decode` compiles for 2.2 s; those of `mla_fp8_decode` ship anyway."""
+    """A kernel of `gqa_decode` takes 2.2 s to compile; the kernels of `mla_fp8_decode` ship anyway."""
     specs = covering.all_specs()
     assert len(set(specs)) == len(specs)
     assert len(set(specs) - {*shipped_mla_specs(), *shipped_crossover_specs()}) <= 250
@@ -190,12 +190,12 @@ def test_kernels_stay_few():
 
 @pytest.mark.parametrize("row", [*GQA_ROWS[::12], *MLA_ROWS[::12]], ids=lambda row: f"{type(row).__name__}{row.seed}")
 def test_rows_give_what_the_oracle_gives(row):
-    """The check of the GPU tests, with few keys; on a CPU both sides are the reference."""
+    """The check of the GPU tests runs with few keys. On a CPU both sides are the reference."""
     row.check("cpu", short=True)
 
 
 def test_a_wrong_output_is_found(monkeypatch):
-    """Results that are wrong in one head, and results with unwritten values outside the compared sample."""
+    """One output is wrong in one head, another has unwritten values outside the compared sample."""
     row = next(row for row in MLA_ROWS if row.h_q == 8 and row.keys == "some" and row.sink == "none")
 
     def zeroed(*args: Any, out: torch.Tensor, lse: torch.Tensor, **options: Any) -> None:

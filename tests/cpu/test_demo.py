@@ -1,4 +1,4 @@
-"""The demo in small: an attention layer of transformers against `mla_fp8_decode`, end to end."""
+"""The demo at small size: an attention layer of transformers against `mla_fp8_decode`, end to end."""
 
 import dataclasses
 
@@ -39,14 +39,14 @@ def test_what_is_left_is_the_quantization(found: demo.Found, mode: str) -> None:
     report = found.reports[mode]
     bf16, reference, decode = report.bf16.error, report.reference["FP8"].error, report.decode["FP8"].error
     assert 1e-3 < bf16 < 6e-3
-    assert 1e-2 < reference < 5e-2  # 2.6% rms in the values, and as much again through the scores
+    assert 1e-2 < reference < 5e-2  # 2.6% rms in the values, and about as much through the scores
     assert decode == pytest.approx(reference, rel=0.05)
     assert report.failures(mode) == []
 
 
 @pytest.mark.parametrize("sparse", [True, False])
 def test_a_wrong_scale_or_a_wrong_rope_would_show(sparse: bool) -> None:
-    """The layer's softmax scale is not 192 ** -0.5 (mscale), and its rope is interleaved: a mistake there is large."""
+    """The layer's softmax scale is not 192 ** -0.5 (mscale) and its rope is interleaved, so a mistake is large."""
     layer, trace = trace_of(SMALL, sparse=sparse)
 
     def error(query: torch.Tensor, scale: float) -> float:
@@ -70,7 +70,7 @@ def test_the_indexer_matters() -> None:
 
 
 def test_index_decode_picks_what_the_layer_picks(found: demo.Found) -> None:
-    """But for some near the last one; the rope at a wrong place or the weights left out would show."""
+    """The choices may differ only near rank k. A misplaced rope or missing weights would change more."""
     assert demo.MIN_SHARE < found.choice.share < 1
     assert found.choice.error < 0.3
     layer, trace = trace_of(SMALL, sparse=True)
@@ -81,7 +81,7 @@ def test_index_decode_picks_what_the_layer_picks(found: demo.Found) -> None:
 
 
 def test_an_indexer_with_too_few_tokens_picks_none_that_lie_ahead() -> None:
-    """With topk beyond the prompt, the indexer also names the tokens that follow."""
+    """If topk exceeds the prompt, the layer's indexer also names tokens after it."""
     size = dataclasses.replace(SMALL, index_topk=4 * SMALL.prompt_tokens)
     reports, _, choice = demo.run(size, TEXT, CPU)
     sparse, dense = reports["sparse"], reports["dense"]

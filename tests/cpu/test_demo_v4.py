@@ -1,4 +1,4 @@
-"""Layers of DeepSeek-V4 in transformers, as an outside oracle of two caches in one softmax."""
+"""DeepSeek-V4 layers of transformers as an independent oracle for two caches in one softmax."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Lengths, indices, tables and slots of any size, on the CPU: results are those of clamped values. No GPU.
+"""Lengths, indices, tables and slots of any value on the CPU give the results of clamped values.
 
 tests/gpu/test_device_values.py does the same for kernels.
 """
@@ -36,7 +36,7 @@ def mla_cache() -> torch.Tensor:
 
 
 def mla_call(s_q: int, batch: int) -> dict[str, Any]:
-    """A dense call over all of the cache."""
+    """A dense call over the whole cache."""
     q = torch.randn((batch, s_q, 2, QK_DIM), generator=generator(1)).bfloat16()
     table = torch.arange(CAPACITY // PAGE, dtype=torch.int32).expand(batch, -1)
     return {"q": q, "kv_cache": mla_cache(), "block_table": table}
@@ -110,7 +110,7 @@ def test_gqa_lengths(layout, s_q, window, causal):
 
 
 SLOTS = [-(2**63), -(2**32) + 1, INT32_MIN, -1, 2, 2**31 + 3, 2**32 + 1, 2**40, 2**63 - 1]
-"""Of these numbers one is a valid slot; the low 32 bits of some others are a valid slot too."""
+"""One of these numbers is a valid slot. The low 32 bits of some others are one, too."""
 
 
 def test_slots_of_appends():

@@ -1,4 +1,4 @@
-"""A call of every function on CPU tensors, in the environments of real programs: no bit depends on them.
+"""Every function on CPU tensors gives the same bits in the environments of real programs.
 
 A model sets torch's default dtype, loads weights under a default device of meta, serves in inference mode and compiles.
 """
@@ -37,7 +37,7 @@ def clean(name: str) -> tuple[dict[str, Any], tuple[torch.Tensor, ...]]:
 
 
 def differences(got: Any, expected: Any) -> list[str]:
-    """In words, which results differ in a bit."""
+    """Descriptions of the results that differ in a bit."""
     found = []
     for i, (ours, want) in enumerate(zip(got, expected, strict=True)):
         kinds = [(t.dtype, t.device, t.shape) for t in (ours, want)]
@@ -56,7 +56,7 @@ def skipped(sample: Sample, environment: str) -> bool:
 @EACH_SAMPLE
 def test_results_are_the_same(name: str, environment: str) -> None:
     if skipped(SAMPLES[name], environment):
-        return  # gradients are switched off there
+        return  # that environment disables gradients
     arguments, expected = clean(name)
     with ENVIRONMENTS[environment]():
         got = SAMPLES[name].run(**copied(arguments))
@@ -70,7 +70,7 @@ def test_results_are_the_same(name: str, environment: str) -> None:
 @EVERYWHERE
 @EACH_SAMPLE
 def test_inputs_are_the_same(name: str, environment: str) -> None:
-    """Those of tests and benchmarks, which run in the same environments."""
+    """Tests and benchmarks run in these environments, too, and must draw the same inputs."""
     arguments, _ = clean(name)
     with ENVIRONMENTS[environment]():
         made = SAMPLES[name].inputs("cpu")
@@ -81,7 +81,7 @@ def test_inputs_are_the_same(name: str, environment: str) -> None:
 
 
 def compiled_ways() -> Iterator[tuple[str, bool | None, str]]:
-    """Samples of an operator take turns at two ways; an operator with one sample goes both."""
+    """The samples of an operator alternate between two ways. An operator with one sample takes both."""
     ways = [(None, "torch.float64"), (True, "meta")]
     for _, names in itertools.groupby(sorted(SAMPLES), key=lambda name: name.partition(",")[0]):
         samples = list(names)
@@ -104,7 +104,7 @@ def test_compiled_calls_are_the_same(name: str, dynamic: bool | None, environmen
 
 @EVERYWHERE
 def test_the_token_format(environment: str) -> None:
-    """What `fp8_mla` has besides the oracle."""
+    """Covers what `fp8_mla` has besides the oracle."""
 
     def results() -> list[torch.Tensor]:
         gen = torch.Generator(device="cpu").manual_seed(0)

@@ -1,4 +1,4 @@
-"""A format is said once: `fp8_mla.formats` has the numbers, and all else takes them from there."""
+"""`fp8_mla.formats` alone defines the numbers of a format; everything else takes them from there."""
 
 import dataclasses
 import re
@@ -27,7 +27,7 @@ from tests.kit.kernel_place import printed
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# The bytes of the other formats said a second time: (name, row, offset, end) of each field.
+# the bytes of the other formats once more: (name, row, offset, end) of each field
 OTHERS = {
     V3_2_NOPE: [("codes", 0, 0, 512), ("scales", 0, 512, 528)],
     V4: [("codes", 0, 0, 448), ("rope", 0, 448, 576), ("scales", 1, 0, 7)],
@@ -104,11 +104,11 @@ MADE_UP = TokenFormat(
     quant_tile=64,
     row_bytes=(352,),
 )
-"""Another order of fields, other counts, a value shorter than the codes, and 16 bytes that no field has."""
+"""A format with another order of fields, other counts, a value shorter than the codes, and 16 unused bytes."""
 
 
 def test_a_made_up_format_packs_and_decodes() -> None:
-    """By hand from the bytes, and by the functions that take a format."""
+    """The bytes, decoded by hand, and the functions that take a format must agree."""
     generator = torch.Generator().manual_seed(0)
     kv = torch.randn((6, MADE_UP.d_qk), dtype=torch.float32, generator=generator).bfloat16()
     packed = fp8_mla.pack(kv, token_format=MADE_UP)
@@ -129,7 +129,7 @@ def test_a_made_up_format_packs_and_decodes() -> None:
 
 
 def test_a_made_up_format_of_two_rows() -> None:
-    """The same tokens as in one row, with the scales in a row of their own, planar and interleaved."""
+    """Scales in a row of their own, planar or interleaved, must give the results of tokens in one row."""
     fields = (
         Field("codes", "float8_e4m3fn", 256, 0),
         Field("rope", "bfloat16", 32, 256),
@@ -205,7 +205,7 @@ assert torch.equal(out, expected.bfloat16()) and out.shape == (1, 1, 2, d_v)
 
 
 def test_no_other_file_writes_its_numbers_again() -> None:
-    """656 and 528 mean nothing else; 512 and 64 mean other things as well, so only assignments to names count."""
+    """656 and 528 have no other meaning. 512 and 64 do, so only assignments of them to names count."""
     wrong = []
     for package in ("cute_kernels", "fp8_mla", "bench", "scripts"):
         for file in sorted((ROOT / package).rglob("*.py")):

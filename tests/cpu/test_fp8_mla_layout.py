@@ -1,4 +1,4 @@
-"""The layout constants, and what counts as a cache tensor."""
+"""The constants of the layout, and which tensors are accepted as a cache."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 
 import fp8_mla
 
-# The same layout said a second time, so that a slip in an offset shows.
+# the layout once more, so that a wrong offset shows
 TOKEN = np.dtype([("codes", "u1", 512), ("scales", "<f4", 4), ("rope", "<u2", 64)])
 
 

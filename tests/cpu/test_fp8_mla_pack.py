@@ -1,4 +1,4 @@
-"""Packing: the quantization rule against a second implementation, and the round trip bit for bit."""
+"""Packing obeys the quantization rule, by a second implementation, and a round trip keeps every bit."""
 
 from fractions import Fraction
 
@@ -30,7 +30,7 @@ def nearest_code(value: float) -> int:
     """The e4m3 code nearest to a finite value by exhaustive search: ties to the even code, saturating."""
     if np.isnan(value):
         return 0x7F
-    distance = np.abs(POSITIVE - min(abs(value), 448.0))  # exact in float64 where it decides: both are short numbers
+    distance = np.abs(POSITIVE - min(abs(value), 448.0))  # exact in float64 if it decides: both are short
     nearest = np.flatnonzero(distance == distance.min())
     code = int(nearest[nearest % 2 == 0][0]) if len(nearest) == 2 else int(nearest[0])
     return code | (0x80 if np.signbit(value) else 0)
@@ -51,7 +51,7 @@ def packed_by_the_rule(row: np.ndarray) -> tuple[list[int], list[np.float32]]:
 
 
 def check_rule(kv: torch.Tensor) -> None:
-    """Every row of (tokens, 576) is packed as the rule says."""
+    """Requires that every row of (tokens, 576) is packed as the rule says."""
     packed = fp8_mla.pack(kv)
     for row, token in zip(kv[:, :512].float().numpy(), packed.numpy(), strict=True):
         codes, scales = packed_by_the_rule(row)
@@ -60,9 +60,9 @@ def check_rule(kv: torch.Tensor) -> None:
 
 
 def tokens_with_all_codes(scales: list[float]) -> torch.Tensor:
-    """One token for each scale: all 254 finite codes in tiles 0 and 1, and again in 2 and 3 with twice the scale.
+    """One token per scale: the 254 finite codes in tiles 0 and 1, and again in 2 and 3 with twice the scale.
 
-    Every tile has the largest code, 448 in one sign or the other: only then is its scale the one that `pack` chooses.
+    Every tile has the code 448 or -448, because `pack` chooses its scale only then.
     """
     negative = [code for code in FINITE_CODES if code & 0x80]
     positive = [code for code in FINITE_CODES if not code & 0x80]
@@ -79,7 +79,7 @@ def tokens_with_all_codes(scales: list[float]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("dtype", "exponents"),
     [
-        # From the smallest scale whose smallest product, 2**-9 of it, is in the type, to the largest whose 448 is.
+        # scales s from the smallest whose 2**-9 s is in the range of the type to the largest whose 448 s is
         (torch.bfloat16, range(-124, 119)),
         (torch.float32, range(-126, 119)),
     ],
@@ -92,7 +92,7 @@ def test_round_trip_of_all_codes_at_every_power_of_two(dtype, exponents):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2**19, 2**20 - 1), st.integers(-140, 98))
 def test_round_trip_at_any_scale_whose_products_are_exact(mantissa, exponent):
-    # 4 bits of code times 20 of scale fit into the 24 of float32.
+    # 4 bits of code times 20 bits of scale fit into the 24 bits of float32
     tokens = tokens_with_all_codes([mantissa * 2.0**exponent])
     assert torch.equal(fp8_mla.pack(fp8_mla.unpack(tokens, torch.float32)), tokens)
 
@@ -161,7 +161,7 @@ def test_rule_on_normal_data_of_any_size(dtype, exponent):
 
 
 def test_rule_for_every_bfloat16_magnitude_as_the_maximum():
-    # Division, not multiplication by 1/448: the two differ in the last bit of more than half of these scales.
+    # division, not multiplication by 1/448: they differ in the last bit for more than half of these scales
     magnitudes = torch.arange(1, 0x7F80, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     magnitudes = torch.cat([magnitudes, magnitudes[: -len(magnitudes) % 4]])
     kv = torch.zeros(len(magnitudes) // 4, 576, dtype=torch.bfloat16)
@@ -243,7 +243,7 @@ def test_unpack_takes_any_strides_and_offsets(dtype):
     expected = fp8_mla.unpack(packed, dtype)
     assert expected.shape == (4, 3, 576) and expected.dtype == dtype and expected.is_contiguous()
     shifted = torch.zeros(4, 3, 701, dtype=torch.uint8)
-    shifted[..., 3:659] = packed  # odd strides and an odd offset: no field is aligned
+    shifted[..., 3:659] = packed  # odd strides and an odd offset, so that no field is aligned
     assert torch.equal(fp8_mla.unpack(shifted[..., 3:659], dtype), expected)
     apart = torch.zeros(4, 3, 656, 2, dtype=torch.uint8)
     apart[..., 0] = packed

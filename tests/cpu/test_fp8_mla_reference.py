@@ -1,4 +1,4 @@
-"""The oracle itself, against a loop over queries, heads and keys that shares no code with it."""
+"""The oracle agrees with a loop over queries, heads and keys that shares no code with it."""
 
 import math
 from typing import Any
@@ -165,7 +165,7 @@ def test_bytes_of_other_slots_never_matter(case, seed):
     selection = {"indices": None, "topk_length": None, "block_table": None, "cache_seqlens": None, "causal": True}
     for b in range(batch):
         for j in range(s_q):
-            # For each query on its own: a key that the query beside it may see must not reach this one either.
+            # each query alone: a key that its neighbour may see must not reach it
             seen = slots_seen(b, j, s_q, num_pages * page_size, page_size, **{**selection, **arguments})
             poisoned = torch.full_like(cache, POISON).view(-1, 656)
             poisoned[seen] = cache.view(-1, 656)[seen]
@@ -184,7 +184,7 @@ def test_queries_without_keys():
         q, cache, block_table=table, cache_seqlens=torch.tensor([0, 2, 8, -5], dtype=torch.int32), s_aux=s_aux
     )
     empty = torch.ones(4, 3, dtype=torch.bool)
-    empty[1, 1:] = False  # of 3 queries over 2 keys the last two see 1 and 2
+    empty[1, 1:] = False  # of 3 queries over 2 keys, the last two see 1 and 2
     assert torch.equal(lse == -math.inf, empty.unsqueeze(-1).expand(4, 3, 2))
     assert (out[empty] == 0).all() and not out[empty].signbit().any()
     assert (out[~empty][:, 0] != 0).all() and (out[~empty][:, 1] == 0).all()

@@ -1,4 +1,4 @@
-"""From positions to slots, and what is invalid."""
+"""Conversion of positions to slots, and which of them are invalid."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from fp8_mla import INVALID_SLOT, slots_from_block_table, slots_from_positions, 
 
 
 def slot_of(position: int, table: list[int], page_size: int, seqlen: int | None, num_pages: int | None) -> int:
-    """One position, one rule at a time."""
+    """The slot of one position, by one rule at a time."""
     if position < 0 or position >= len(table) * page_size or (seqlen is not None and position >= seqlen):
         return -1
     page = table[position // page_size]

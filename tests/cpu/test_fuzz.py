@@ -1,4 +1,4 @@
-"""Random calls: whatever way an operator is wrong in, alone, in a thread or beside an output, it is found."""
+"""Random calls find every kind of fault of an operator: alone, in a thread, or beside an output."""
 
 import dataclasses
 import threading
@@ -42,7 +42,7 @@ def test_a_round_is_named_by_its_seed_and_has_every_operator() -> None:
                 assert torch.equal(bits(value), bits(other.arguments[name]))
     others = (calls_of(Work(seed, calls=24)) for seed in range(3))
     seen = {call.op for calls in (first, *others) for call in calls}
-    assert seen - {"kv_append"} == set(OPS)  # one append in four is of another kind than INT8
+    assert seen - {"kv_append"} == set(OPS)  # one append in four is not INT8
 
 
 def test_calls_of_one_kind_alone() -> None:

@@ -1,4 +1,4 @@
-"""gpu_check counts every way in which tests can end, and ends with status 1 where anything is lacking."""
+"""gpu_check counts every way in which tests can end, and exits with status 1 if anything is missing."""
 
 import copy
 import pathlib

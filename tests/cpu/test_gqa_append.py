@@ -45,7 +45,7 @@ def make_tokens(n: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> t
 
 
 def code_place(layout: str, page: int, offset: int, head: int) -> tuple[Any, ...]:
-    """Where the d codes of one token and head are, as the documentation says: this uses no `CacheLayout`."""
+    """The place of the d codes of one token and head by the documentation, without a `CacheLayout`."""
     if layout in ("BNSH", "paged_HND"):
         return page, head, offset
     if layout in ("BSNH", "paged_NHD"):
@@ -54,7 +54,7 @@ def code_place(layout: str, page: int, offset: int, head: int) -> tuple[Any, ...
 
 
 def scale_place(layout: str, kind: str, page: int, offset: int, head: int) -> tuple[Any, ...]:
-    """Where the scale or scales of one token and head are."""
+    """The place of the scale or scales of one token and head."""
     if kind == "per_token":
         return page, offset
     if layout in ("BSNH", "paged_NHD"):
@@ -140,7 +140,7 @@ def test_a_prepared_launch_checks_nothing_in_python(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("label", TABLE.wrong("cpu"))
 def test_bad_input_of_a_prepared_launch(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A difference that the kernel cannot see is in the key, or in addresses, which send other memory to the checks."""
+    """Differences that the kernel cannot see must be in the key or in the addresses, which lead to the checks."""
     kernel = prepared(monkeypatch, compares="in the memory of" in label)
     TABLE.refusal(label, "cpu")
     assert kernel.calls == []
@@ -186,7 +186,7 @@ def test_the_x_of_packed_pages_is_16() -> None:
 
 
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """Fused a * b + c in float32, rounded once: the product is exact in float64, the sum is rounded to odd there."""
+    """Fused a * b + c in float32, rounded once: the product is exact in float64, the sum rounded to odd there."""
     product, c = a.double() * b.double(), c.double()
     total = product + c
     part = total - product
@@ -197,7 +197,7 @@ def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 
 
 def divide(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """As `KvAppendKernel._divide`."""
+    """Divides as `KvAppendKernel._divide` does."""
     inverse = 1 / scale
     quotient = x * inverse
     return fma(fma(-scale, quotient, x), inverse, quotient)
@@ -205,7 +205,7 @@ def divide(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("significant_bits", [8, 11], ids=["bfloat16", "float16"])
 def test_quotients_near_a_tie_round_as_ieee_ones(significant_bits: int) -> None:
-    """Every significand of x, every tie below 127, and each scale within 6 units of the one that makes it a tie."""
+    """Tries each significand of x, each tie below 127, and the scales within 6 units of the one that gives a tie."""
     first = 1 << (significant_bits - 1)
     x = torch.arange(first, 2 * first).float()[:, None, None] / first
     ties = torch.arange(127).float()[:, None] + 0.5
@@ -217,7 +217,7 @@ def test_quotients_near_a_tie_round_as_ieee_ones(significant_bits: int) -> None:
 
 
 def test_quotients_are_within_a_unit() -> None:
-    """So values further than 6 units from a tie round right, too."""
+    """Values further than 6 units from a tie therefore round correctly."""
     gen = generator(3)
     x = torch.randn(1 << 20, generator=gen).half().float()
     scales = torch.rand(1 << 20, generator=gen) + 2.0**-10

@@ -1,6 +1,6 @@
-"""Bad input to `gqa_decode` that is about layouts and dtypes; all else is in tests/kit/bad_input_gqa.py.
+"""Bad layouts and dtypes in calls of `gqa_decode`; tests/kit/bad_input_gqa.py has all other bad input.
 
-The outputs of every call are full of NaN before it and must be after it.
+Outputs of every call are full of NaN before it and must still be after it.
 """
 
 from typing import Any
@@ -40,7 +40,7 @@ def test_the_calls_that_the_others_break_are_right(layout, dtype):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_layout_of_another_cache(layout):
-    """A cache of another rank, or one whose sizes fit another number of sequences or scales."""
+    """The cache has another rank, or its sizes fit another number of sequences or scales."""
     for other in LAYOUTS:
         if other == layout or (LAYOUTS[other].paged, LAYOUTS[layout].paged) == (True, False):
             continue
@@ -51,7 +51,7 @@ def test_the_layout_of_another_cache(layout):
 @pytest.mark.parametrize("dtype", [FP8, torch.bfloat16])
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 def test_scales_of_caches_that_have_none_or_both(name, dtype):
-    """One of two for FP8; any for 16 bits."""
+    """An FP8 cache gets only one of two scales, a 16-bit cache gets any."""
     missing = {"k_scale": "v_scale", "v_scale": "k_scale"}[name] if dtype is FP8 else name
     require_error({**call(dtype=dtype), name: torch.ones(1)}, missing)
 

@@ -1,4 +1,4 @@
-"""Block-sparse `gqa_decode`: the oracle against dense calls, and the calls that its launches make, in plain torch."""
+"""Block-sparse `gqa_decode`: its oracle against dense calls, and the calls of its launches in plain torch."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ SEQLENS = [300, 0, 64, 129, 1]
 
 
 def test_a_list_of_all_blocks_is_the_dense_call() -> None:
-    """In any order, with numbers that are no blocks, whatever is listed twice."""
+    """Lists are in any order, name blocks that do not exist, and name some twice."""
     for s_q, own in ((1, True), (3, False)):
         case = gqa_case(seqlens=SEQLENS, h_q=4, h_kv=2, d=64, s_q=s_q, sink="finite")
         lists = torch.tensor([4, 3, -1, 0, 2, 1, 3, INT32_MAX, INT32_MIN], dtype=torch.int32)
@@ -36,7 +36,7 @@ def test_a_list_of_all_blocks_is_the_dense_call() -> None:
 
 
 def test_keys_of_a_list_by_hand() -> None:
-    """Keys of zeros: the output counts the values that are seen, and the log-sum-exp how many."""
+    """With keys of zeros the output averages the visible values, and the log-sum-exp counts them."""
     tokens = torch.arange(160.0).view(1, 1, 160, 1).expand(1, 2, 160, 64)
     call = {"q": torch.ones(1, 2, 2, 64), "k_cache": torch.zeros_like(tokens), "v_cache": tokens, "index_block": 64}
     indices = torch.tensor([[[[1, -1]], [[2, 0]]]])
@@ -57,8 +57,6 @@ def test_keys_of_a_list_by_hand() -> None:
 
 
 class Kernels:
-    """Counts the tables that are made."""
-
     def __init__(self) -> None:
         self.tables = 0
 
@@ -73,7 +71,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     found = Kernels()
 
     def decode(request: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """A decode by the oracle, from all arguments that the kernel would be given."""
+        """Decodes by the oracle, from all arguments that the kernel would get."""
         if request["out"] is None:
             request["out"] = request["q"].new_empty(request["q"].shape)
         if request["lse"] is None:
@@ -123,7 +121,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize(("s_q", "causal"), [(1, True), (3, True), (2, False)])
 def test_the_decode_of_the_made_tables(options: dict[str, Any], s_q: int, causal: bool, kernels: Kernels) -> None:
-    """Tables and views of caches say what the lists do: nothing of what no list names reaches a result."""
+    """The tables and the views of caches must match the lists: no value outside a list may reach a result."""
     case = listed_case(**{"seqlens": SEQLENS, "h_q": 4, "h_kv": 2, "d": 64, "s_q": s_q, "causal": causal, **options})
     for call in (case, dataclasses.replace(case, q=strided(case.q))):
         expected = reference_gqa_decode(**call.arguments())
@@ -180,7 +178,7 @@ def test_no_sequence_and_no_key(kernels: Kernels) -> None:
 
 
 def test_strides_that_do_not_fit_are_refused() -> None:
-    """Scales that lie further apart than their codes, where each head has pages of its own; else any strides fit."""
+    """With a list per head, scales may not lie further apart than codes. With one list any strides fit."""
     options: dict[str, Any] = {"seqlens": [70], "h_q": 4, "h_kv": 2, "d": 64, "layout": "paged_HND", "padded": True}
     case = listed_case(**options)
     with pytest.raises(ValueError, match=r"^k_scale: got strides .*; needs the proportions of k_cache's"):
@@ -194,7 +192,7 @@ def test_strides_that_do_not_fit_are_refused() -> None:
 
 
 def test_pages_of_one_buffer() -> None:
-    """Codes and scales of a page and head in one row of bytes, as some engines have them."""
+    """Some engines keep codes and scales of a page and head in one row of bytes."""
     pages, h_kv, page_size, d = 5, 2, 128, 64
     rows = torch.zeros(pages, h_kv, 2 * page_size * (d + 4), dtype=torch.uint8)
     codes = rows[..., : 2 * page_size * d].view(torch.int8).unflatten(-1, (2, page_size, d))

@@ -1,4 +1,4 @@
-"""Pages of a quantized cache as 16-bit numbers: the reference, the kernel's specification and its arguments."""
+"""Pages of a quantized cache as 16-bit numbers: the reference, the kernel's spec and its arguments."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.kit.gather_pages import KINDS, expected, gather_cache
 @pytest.mark.parametrize("layout", ["NHD", "HND", "interleaved"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_copies_are_codes_times_scales(kind: str, layout: str, dtype: torch.dtype) -> None:
-    """A number that is no page's becomes the nearest that is."""
+    """A number that names no page is clamped to the nearest page."""
     cache = gather_cache(kind, layout, 64)
     pages = torch.tensor([4, 0, 0, 2, 9, -3], dtype=torch.int32)
     found = gather_pages(*cache, pages, dtype)

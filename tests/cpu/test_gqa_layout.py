@@ -1,4 +1,4 @@
-"""Shapes of caches and scales: what each means, and what a wrong one is told."""
+"""Shapes of caches and scales: their meaning, and the error for a wrong shape."""
 
 import itertools
 from typing import get_args
@@ -60,7 +60,7 @@ def test_sizes_and_scales_of_each_layout(name):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_no_cache_has_an_ambiguous_scale(name):
-    """Ranks tell the granularities apart, d the group sizes; one head counts as per_tensor."""
+    """The rank determines the granularity, and d the group size. A single head counts as per_tensor."""
     numbers = (1, 2, 3, 4, 8, 16, 32)
     for outer, rows, h_kv, d in itertools.product((0, *numbers), numbers, numbers, HEAD_DIMS):
         sizes = CacheSizes(outer, rows, h_kv, d)

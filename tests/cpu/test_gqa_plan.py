@@ -1,6 +1,6 @@
-"""Plans and schedule of `gqa_decode` in pure Python: the arithmetic of the scheduler is written out here.
+"""Plans and schedule of `gqa_decode` in pure Python, which repeats the scheduler's arithmetic.
 
-A plan must be right for any lengths, because only the device knows them.
+A plan must be right for any lengths, because only the device knows the lengths.
 """
 
 import ast
@@ -25,7 +25,7 @@ INT32_MAX, NO_WINDOW = 2**31 - 1, 2**30
 
 
 def int32(value: int) -> int:
-    """A result of 32-bit arithmetic on the device: it must not overflow."""
+    """Checks that a result of the device's 32-bit arithmetic does not overflow."""
     assert -(2**31) <= value <= INT32_MAX, "overflow"
     return value
 
@@ -50,7 +50,7 @@ def range_of(position: int, total: int, ranges: int) -> int:
 def pieces(
     lengths: list[int], ranges: int, splits: int, *, capacity: int = 10**6, window: int = NO_WINDOW, s_q: int = 1
 ) -> list[tuple[int, int, int, int, int, int]]:
-    """(range, sequence, first tile, end, first of the ranges that share it, how many), in the order of the kernel."""
+    """(range, sequence, first tile, end, first of the ranges that share it, how many), in the kernel's order."""
     tiles = [extent(length, capacity, window, s_q)[2] for length in lengths]
     lines = [0, *itertools.accumulate(tiles)]
     total, batch = lines[-1], len(lengths)
@@ -87,14 +87,14 @@ LENGTHS = {
     "nothing": [0] * 74,
     "nothing but one": [0] * 7 + [20_000] + [0] * 9,
     "wild": [-5, INT32_MAX, 0, -(2**31), KEYS - 1, KEYS, KEYS + 1],
-    "many": [1] * 600,  # of the most ranges a call has, 256, each has two whole sequences or more
+    "many": [1] * 600,  # each of the 256 ranges, the most that a call has, gets two or more whole sequences
 }
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("window", [NO_WINDOW, 1, 300])
 def test_each_tile_is_in_one_range(lengths, window):
-    """Ranges that share a sequence agree on which they are, so that exactly one CTA merges."""
+    """Ranges that share a sequence must agree on which ranges these are, so that exactly one CTA merges."""
     for ranges, splits in ((1, 0), (2, 0), (16, 0), (132, 0), (256, 0), (1, 1), (1, 2), (1, 40), (1, 256)):
         done = pieces(lengths, ranges, splits, window=window, s_q=2)
         tiles = [extent(length, 10**6, window, 2)[2] for length in lengths]
@@ -112,7 +112,7 @@ def test_each_tile_is_in_one_range(lengths, window):
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_a_range_has_two_partials_at_most(lengths):
-    """The partials of a sequence that begins before the range and of one that ends after it are in different slots."""
+    """A sequence that begins before the range and one that ends after it have partials in different slots."""
     for ranges, splits in ((2, 0), (16, 0), (132, 0), (256, 0), (1, 3), (1, 256)):
         places: Counter[tuple[int, bool]] = Counter()
         for r, b, start, stop, _, count in pieces(lengths, ranges, splits):
@@ -169,7 +169,7 @@ def test_plans_are_complete(num_splits):
                 work_tiles, shared = heads * plan.splits * shape["batch"], plan.splits > 1
             assert plan.ctas == min(work_tiles, SMS), "one for each SM"
             assert plan.states >= (2 * work_tiles if shared else 0)
-            # what the device multiplies in 32 bits
+            # products that the device computes in 32 bits
             total = tiles * shape["batch"]
             assert max(work_tiles, plan.ranges * total, plan.splits * tiles) <= INT32_MAX
 
@@ -201,7 +201,7 @@ def test_the_same_shapes_give_the_same_plan():
 def upcoming(
     lengths: list[int], begin: tuple[int, int, int], turn: int, step: int
 ) -> tuple[list[tuple[int, int]], int]:
-    """What `first_upcoming` and `skip_ended` find for the warp `turn` of `step`: tiles, and how many all warps have."""
+    """What `first_upcoming` and `skip_ended` find for warp `turn` at `step`: tiles, and the number that all have."""
     b, offset, left = begin
 
     def enter(b: int, left: int, offset: int = 0) -> tuple[int, int, int]:
@@ -226,7 +226,7 @@ def upcoming(
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 def test_a_scale_warp_is_never_two_uses_behind(stages):
-    """Whatever the ranges of a CTA have: what a warp waits for is the use of a stage after the last one it saw."""
+    """Whatever a CTA's ranges hold, a warp may wait only for the use of a stage that follows the last one it saw."""
     step, counts = min(3, stages), [1, 0, 2, 5, 1, 1, 1, 4, 0, 0, 7, 3]
     taken: list[list[int]] = [[] for _ in range(step)]
     begun = 0
@@ -257,7 +257,7 @@ def test_warps_that_take_tiles_in_turn_find_each_tile_with_keys_once(ranges):
     ("batch", "max_keys", "h_kv", "ranges"), [(64, 8192, 8, 16), (8, 4096, 4, 32), (64, 8192, 2, 64)]
 )
 def test_ranges_end_where_sequences_do(batch, max_keys, h_kv, ranges):
-    """If that leaves few SMs idle: a partial and its merge cost more (docs/journal/gqa_decode.md)."""
+    """A partial and its merge cost more than a few idle SMs (docs/journal/gqa_decode.md)."""
     plan = plan_decode(SPEC, batch=batch, h_kv=h_kv, rows=4, max_keys=max_keys, num_sms=SMS)
     assert plan.ranges == ranges
 
@@ -267,7 +267,7 @@ def test_ranges_end_where_sequences_do(batch, max_keys, h_kv, ranges):
 def test_the_card_is_full(batch, max_keys, h_kv):
     plan = plan_decode(SPEC, batch=batch, h_kv=h_kv, rows=4, max_keys=max_keys, num_sms=SMS)
     assert 0.9 * SMS <= plan.ctas <= SMS
-    # in one round, or in so many that idle SMs of the last one do not matter
+    # in one round, or in so many rounds that idle SMs in the last one do not matter
     work_tiles = plan.ranges * h_kv
     assert work_tiles <= SMS or work_tiles % SMS == 0 or work_tiles > 8 * SMS
 
@@ -310,7 +310,7 @@ def test_a_warp_has_32_keys_of_4_bits_where_it_has_registers():
 
 
 def test_no_other_file_names_a_type_of_codes() -> None:
-    """A type is one class in gqa/codes.py. References and public texts say what callers may pass."""
+    """A type of codes is one class in gqa/codes.py. References and public texts say what callers may pass."""
     package = Path(gqa.__file__).parent
     said = ("codes.py", "reference.py", "request.py", "op.py", "append_op.py", "gather_op.py", "append.py")
     for file in sorted(package.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""The oracle of `gqa_decode`, against a loop that shares no code with it, and the rules of quantizing and appending."""
+"""The oracle of `gqa_decode` against a loop that shares no code with it, and the rules of quantizing and appending."""
 
 import dataclasses
 import math
@@ -31,7 +31,7 @@ KINDS = list(SCALE_NAMES.values())
 
 
 def token_of(cache: Any, layout: str, which: Which, outer: int, row: int, head: int) -> torch.Tensor:
-    """(d,) codes of one token and head, as the documentation says: this uses no `CacheLayout`."""
+    """(d,) codes of one token and head by the documentation, without a `CacheLayout`."""
     if layout in ("BNSH", "paged_HND"):
         return cache[outer, head, row]
     if layout in ("BSNH", "paged_NHD"):
@@ -42,7 +42,7 @@ def token_of(cache: Any, layout: str, which: Which, outer: int, row: int, head: 
 
 
 def scale_of(scale: Any, layout: str, outer: int, row: int, head: int, d: int) -> torch.Tensor:
-    """(d,) scales of one token and head; the rank tells the granularity."""
+    """(d,) scales of one token and head; the rank determines the granularity."""
     if scale is None:
         return torch.ones(d)
     if scale.numel() == 1:
@@ -61,7 +61,7 @@ def scale_of(scale: Any, layout: str, outer: int, row: int, head: int, d: int) -
 
 
 def naive_decode(case: GqaCase) -> tuple[torch.Tensor, torch.Tensor]:
-    """One query head at a time; the sink is one more key with a value of zeros."""
+    """Attention of one query head at a time. The sink is one more key with a value of zeros."""
     batch, s_q, h_q, d = case.q.shape
     heads_axis = {"BSNH": 2, "paged_NHD": 2}.get(case.layout, 1)
     rows_axis = {"BSNH": 1, "paged_NHD": 1, "paged_vllm": 3}.get(case.layout, 2)
@@ -229,7 +229,7 @@ def test_against_torch(causal, ratio):
 
 
 def numbered(s_k: int, s_q: int = 1, h_q: int = 1) -> dict[str, Any]:
-    """Keys with logit 0; channel k of the value is 1 for key k and 0 for others."""
+    """Keys with logit 0. Channel k of the value is 1 for key k and 0 for others."""
     v = torch.eye(s_k, 64).view(1, 1, s_k, 64)
     return {"q": torch.ones(1, s_q, h_q, 64), "k_cache": torch.zeros_like(v), "v_cache": v}
 
@@ -251,7 +251,7 @@ def test_causal_and_window_by_hand():
 
 
 def test_keys_before_a_start_are_not_there():
-    """A sequence that begins late has the result of the same tokens without what is before them."""
+    """A sequence that begins late must have the result of a sequence without the earlier tokens."""
     lengths, starts = [40, 40, 40, 40, 40, 40], [0, 7, 39, 40, 55, -3]
     options: dict[str, Any] = {"h_q": 4, "h_kv": 2, "d": 64, "s_q": 3, "alibi": "head", "sink": "finite"}
     for layout, window, causal in (("BNSH", None, True), ("BSNH", 9, True), ("paged_NHD", None, False)):
@@ -273,7 +273,7 @@ def test_keys_before_a_start_are_not_there():
 
 
 def test_a_nan_in_a_visible_key_is_not_hidden():
-    """Nor does it reach the query that does not see it."""
+    """The NaN must not reach a query that does not see its key."""
     for cache in ("k_cache", "v_cache"):
         call = numbered(5, s_q=2)
         call[cache] = call[cache].clone()
@@ -284,7 +284,7 @@ def test_a_nan_in_a_visible_key_is_not_hidden():
 
 
 def dequantized(codes: torch.Tensor, scale: torch.Tensor, kind: ScaleKind) -> torch.Tensor:
-    """(n, h_kv, d) float64, spelled out."""
+    """(n, h_kv, d) float64 by hand."""
     n, h_kv, d = codes.shape
     if kind.granularity == "per_group":
         spread = scale.unsqueeze(-1).expand(n, h_kv, -1, kind.group_size).reshape(n, h_kv, d)
@@ -298,7 +298,7 @@ def dequantized(codes: torch.Tensor, scale: torch.Tensor, kind: ScaleKind) -> to
 
 
 def quantize_row(values: list[float], dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[list[int], float]:
-    """Codes and scale of one head of one token; zeros after the values."""
+    """Codes and scale of one head of one token; zeros follow the values."""
     x = torch.zeros(1, 1, 64, dtype=dtype)
     x[0, 0, : len(values)] = torch.tensor(values, dtype=dtype)
     codes, scale = quantize(x, ScaleKind("per_token_head"), **options)
@@ -324,7 +324,7 @@ def test_nan_counts_as_zero_and_infinity_as_the_largest_number():
 
 
 def test_scales_have_a_floor_and_a_ceiling():
-    smallest = 2.0**-133  # a subnormal of bfloat16; its scale would be 2^-140
+    smallest = 2.0**-133  # a subnormal of bfloat16, whose scale would be 2^-140
     assert quantize_row([smallest, -(2.0**-120)]) == ([0, -64], 2.0**-126)
     assert quantize_row([2.0**-10, -(2.0**-14)], scale_dtype=torch.float16) == ([16, -1], 2.0**-14)
     assert quantize_row([2.0**-15, 2.0**-16], scale_dtype=torch.float16) == ([0, 0], 2.0**-14), "half to even"
@@ -333,7 +333,7 @@ def test_scales_have_a_floor_and_a_ceiling():
 
 
 def test_the_division_uses_the_scale_as_stored():
-    """1.0 / 127 is 0.007874 in float32 and 0.007874 + 2e-6 in float16: both give 127, what lies between differs."""
+    """1.0 / 127 is 0.007874 in float32 and 0.007874 + 2e-6 in float16. Both give 127; values in between differ."""
     gen = generator(2)
     x = torch.randn(4000, 2, 64, generator=gen).bfloat16()
     codes, scale = quantize(x, ScaleKind("per_token_head"), torch.float16)
@@ -374,7 +374,7 @@ def test_every_granularity(kind, scale_dtype):
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_logits_are_of_usual_size(values, kv_dtype):
-    """Softmax weights are neither all equal nor one-hot, to the same degree in every head, whatever its keys' size."""
+    """In every head, whatever the size of its keys, weights are neither all equal nor one-hot."""
     q_dtype = torch.float16 if kv_dtype == "fp16" else torch.bfloat16
     for name in SCALE_NAMES:
         options = {"kv_dtype": kv_dtype, "values": values, "q_dtype": q_dtype, "k_scales": name, "seed": 7}

@@ -1,4 +1,4 @@
-"""Scores capped as the kernel caps them, in float32, against float64."""
+"""Scores capped in float32, as the kernel caps them, against float64."""
 
 import math
 
@@ -24,10 +24,10 @@ ULPS = 2.0**-23
 
 
 def kernel_scores(scores: torch.Tensor, softcap: float) -> torch.Tensor:
-    """What `Softmax.scaled_scores` makes of scores (in units of log2) with the operations that a GPU has.
+    """Capped scores (in units of log2), computed as `Softmax.scaled_scores` does with a GPU's operations.
 
-    Approximate ones are wrong by what PTX allows them: 2^-22.5 of 2^x, one unit in the last place of 1 / x, the sign
-    that adds up with the other error.
+    Approximate operations err by what PTX allows: 2^-22.5 for 2^x, one unit in the last place for 1 / x. Signs are such
+    that both errors add up.
     """
     gen = torch.Generator().manual_seed(0)
 
@@ -52,7 +52,7 @@ def scores_of_all_sizes() -> torch.Tensor:
 
 @pytest.mark.parametrize("softcap", ANY_CAPS)
 def test_every_cap_is_exact_to_the_rule(softcap: float) -> None:
-    """The rule of a log-sum-exp, for each score: within 2e-5 + 1e-6 of its size, and in fact half of that."""
+    """Each score obeys the rule for a log-sum-exp, 2e-5 + 1e-6 of its size, and in fact half of that."""
     scores = scores_of_all_sizes()
     exact = softcap * torch.tanh(scores.double() / softcap)
     got = kernel_scores(scores, softcap).double() / LOG2_E
@@ -61,7 +61,7 @@ def test_every_cap_is_exact_to_the_rule(softcap: float) -> None:
 
 @pytest.mark.parametrize("softcap", [1.0, 50.0, 1e3, 2.0**40])
 def test_the_two_formulas_meet(softcap: float) -> None:
-    """Around x^2 = NEAR_0, where one takes over from the other, and at scores far smaller than the cap."""
+    """Checks values around x^2 = NEAR_0, where the formulas change, and scores far below the cap."""
     scores = softcap * torch.cat([torch.linspace(0.4, 0.45, 10_001), torch.logspace(-6, 0, 1001)])
     got = kernel_scores(scores, softcap).double() / LOG2_E
     exact = softcap * torch.tanh(scores.double() / softcap)
@@ -75,7 +75,7 @@ def test_scores_that_are_no_numbers() -> None:
 
 @pytest.mark.parametrize("softcap", ANY_CAPS[::3] + ANY_CAPS[-5:])
 def test_the_op_takes_every_positive_finite_cap(softcap: float) -> None:
-    """Its limits on a CPU: no cap at all where caps are large, scores of 0 where they are small."""
+    """On a CPU, very large caps have no effect and very small caps make scores 0."""
     torch.manual_seed(0)
     q = 8 * torch.randn(1, 1, 2, 64).bfloat16()
     k, v = torch.randn(2, 1, 1, 33, 64).bfloat16()

@@ -63,7 +63,7 @@ ONE_TABLE_EACH = list({TABLES[name].function: name for name in gradients.NAMES}.
     [*((name, True) for name in gradients.NAMES), *((name, False) for name in ONE_TABLE_EACH)],
 )
 def test_refused_where_a_graph_is_traced(name: str, fullgraph: bool) -> None:
-    """A tensor that only the traced code makes requires gradients: what is detached would be detached in the graph."""
+    """The tensor is made by traced code. A gradient that is detached there would be detached in the graph."""
     argument = next(argument for table, argument in CANDIDATES if table == name)
     compiled = torch.compile(
         lambda **call: _with_parameter(name, argument, call), fullgraph=fullgraph, backend="aot_eager"
@@ -84,7 +84,7 @@ def _with_parameter(name: str, argument: str, call: dict[str, Any]) -> Any:
 
 
 def test_results_never_require_gradients() -> None:
-    """Both eager and compiled. merge_states on a CPU is plain torch, which autograd would record."""
+    """Covers eager and compiled calls. merge_states on a CPU is plain torch, which autograd would record."""
     outs, lses = torch.randn(2, 3, 4, 64, requires_grad=True), torch.randn(2, 3, 4)
     compiled = torch.compile(merge_states, fullgraph=True, backend="aot_eager")
     for merge in (merge_states, compiled):

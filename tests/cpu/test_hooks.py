@@ -1,4 +1,4 @@
-"""What hooks in serving stacks share."""
+"""Helpers that hooks in serving stacks share."""
 
 import functools
 import types

@@ -1,4 +1,4 @@
-"""The copy of the package for the kernels hub: it runs under another name, alone, and by `kernels.get_local_kernel`."""
+"""The copy of the package for the kernels hub runs under another name, alone, and by `kernels.get_local_kernel`."""
 
 import ast
 import importlib.util
@@ -140,7 +140,7 @@ importlib.import_module(f"{name}.runtime.compile").get_kernel(spec)
 
 
 def run(code: str, kernel: Path, tmp_path: Path) -> str:
-    """Output of a program that does not find the checkout, only what the package depends on."""
+    """Output of a program that finds the package's dependencies but not the checkout."""
     hide = (
         "import os, sys\n"
         "def has(folder, name): return os.path.isdir(os.path.join(folder, name))\n"

@@ -1,4 +1,4 @@
-"""Who may import whom, read from the source of every module, and what importing the packages loads."""
+"""Which module may import which, read from every source, and what importing the packages loads."""
 
 import ast
 import subprocess
@@ -16,16 +16,16 @@ MODULES = {
     for package in ("cute_kernels", "fp8_mla")
     for file in sorted((ROOT / package).rglob("*.py"))
 }
-# Directories of cute_kernels that are no rooms: one layer each.
+# directories of cute_kernels that are no package directory of a system; each is a layer
 SHARED = ("budget", "compat", "device", "distributed", "integrations", "runtime", "warm")
-# The files of a room, by name or by the end of it: append_op.py is an op. launch_*.py is a launch. Device code is what
-# lies in kernels/.
+# files of a package directory by the end of their names: append_op.py is an op. launch_*.py is a launch; kernels/ is
+# device code
 ROOM_FILES = ("checks", "codes", "launch", "layouts", "op", "plan", "reference", "request", "spec")
-# Designs of their own inside of a room. They take from the room's kernels; of the room its op and launches alone know
-# them, and its plan the spec.
+# second designs inside a package directory. They import its kernels; only its op and launches import them, and its
+# plan imports their spec
 DESIGNS = ("crossover", "latent")
 
-# What each layer may import of this project.
+# what each layer may import of this project
 PROJECT = {
     "fp8_mla": {"formats", "fp8_mla"},
     "formats": set(),  # plain Python, for everyone
@@ -50,7 +50,7 @@ PROJECT = {
     "compat": {"compat", "formats", "fp8_mla", "op", "plan", "public", "request", "runtime", "spec"},
     "integrations": {"compat", "formats", "fp8_mla", "integrations", "op", "plan", "public", "runtime", "spec", "warm"},
 }  # fmt: skip
-# What each layer may import from outside, of the packages that cost something or need something.
+# what each layer may import from outside, of packages that are expensive or have requirements
 HEAVY = {"torch", "einops", "cutlass", "cuda", "tvm_ffi", "sglang", "transformers", "vllm"}
 TORCH = {"torch", "einops"}
 DSL = {"cutlass", "cuda"}
@@ -72,7 +72,7 @@ OUTSIDE: dict[str, set[str]] = {
 
 
 def layer(module: str) -> str | None:
-    """The layer of a module of this project; None for a file whose name says nothing."""
+    """The layer of a module of this project; None if its file name does not tell."""
     package, _, rest = module.partition(".")
     if package == "fp8_mla":
         return "formats" if rest == "formats" else "fp8_mla"
@@ -91,7 +91,7 @@ def layer(module: str) -> str | None:
 
 
 def imports(module: str, source: str, is_package: bool = False) -> Iterator[str]:
-    """Full names of what a module imports, wherever in the file. A module taken from a package counts as itself."""
+    """Full names of what a module imports anywhere. A module imported from a package counts as itself."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -105,7 +105,7 @@ def imports(module: str, source: str, is_package: bool = False) -> Iterator[str]
 
 
 def violations(module: str, source: str, is_package: bool = False) -> list[str]:
-    """In words, each import that goes against the direction."""
+    """Descriptions of imports that go against the direction."""
     here = layer(module)
     if here is None:
         return [f"{module}: a room's file is in kernels/, or is one of {', '.join(ROOM_FILES)}, or ends in _ and one"]
@@ -198,7 +198,7 @@ STACKS = {"cutlass", "cuda", "tvm_ffi", "transformers", "vllm", "sglang"}
 
 
 def test_importing_loads_no_dsl_and_no_stack_and_touches_no_gpu() -> None:
-    """The test imports torch first: some of its versions load cuda.bindings when they find it."""
+    """The test imports torch first, because some versions of torch load cuda.bindings if they find it."""
     code = f"""
 import sys, torch
 before = set(sys.modules)
@@ -212,7 +212,7 @@ for statement in {STATEMENTS}:
 
 @pytest.mark.parametrize("package", ["cute_kernels", "fp8_mla"])
 def test_packages_say_that_they_have_types(package: str) -> None:
-    """Without the marker, type checkers treat everything in an installed package as Any."""
+    """Without the marker py.typed, type checkers treat everything in an installed package as Any."""
     assert resources.files(package).joinpath("py.typed").is_file()
     ignored = subprocess.run(["git", "check-ignore", "-q", f"{package}/py.typed"], cwd=ROOT).returncode
     assert ignored != 0, "a wheel has no files that git ignores"

@@ -1,4 +1,4 @@
-"""`index_decode` on a CPU: the choice of `fp8_mla.reference_index_decode`; which kernels a call gets."""
+"""`index_decode` on a CPU chooses as `fp8_mla.reference_index_decode`, and calls get the right kernels."""
 
 import functools
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Keys of the indexer: bytes against arithmetic that is written out, pages, and the logits of the reference."""
+"""Keys of the indexer: bytes against arithmetic written out by hand, pages, and the logits of the reference."""
 
 import math
 from fractions import Fraction
@@ -61,7 +61,7 @@ def test_bytes_are_what_the_rules_say(scale: str, dtype: torch.dtype) -> None:
 
 
 def test_numbers_that_others_write() -> None:
-    """A key of ones: SGLang's scale is 1 / 448 and its codes 448; vLLM's are 2^-8 and 256."""
+    """For a key of ones SGLang writes scale 1 / 448 and codes 448, vLLM 2^-8 and 256."""
     ones = torch.ones(1, 128).bfloat16()
     as_sglang, as_vllm = (pack_index_keys(ones, scale=rule) for rule in ("float32", "ue8m0"))
     assert as_sglang[0, 0] == 0x7E and as_sglang[0, 128:].tolist() == list(numpy.float32(1 / 448).tobytes())
@@ -106,7 +106,7 @@ def test_pack_refuses(k: torch.Tensor, scale: Any, message: str) -> None:
 
 
 def call(heads: int = 16, s_q: int = 3, page_size: int = 16, seed: int = 0) -> dict[str, Any]:
-    """Exact: codes of -1, 0 and 1, weights and scales powers of two."""
+    """A call whose sums are exact: codes are -1, 0 and 1, weights and scales powers of two."""
     gen = torch.Generator().manual_seed(seed)
 
     def signs(*shape: int) -> torch.Tensor:
@@ -127,7 +127,7 @@ def call(heads: int = 16, s_q: int = 3, page_size: int = 16, seed: int = 0) -> d
 
 
 def written_out(arguments: dict[str, Any], b: int, j: int, position: int) -> float:
-    """One logit, key by key and head by head; -inf where there is no key."""
+    """One logit, key by key and head by head; -inf if there is no key."""
     cache, page_size = arguments["k_cache"], arguments["k_cache"].shape[1]
     page = int(arguments["block_table"][b, position // page_size])
     s_q = arguments["q"].shape[1]

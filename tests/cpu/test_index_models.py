@@ -1,6 +1,6 @@
-"""Indexers of transformers' models, whose keys and queries have 16 or 32 bits: `index_decode` over FP8 chooses most.
+"""`index_decode` over FP8 chooses most of what indexers of transformers choose, whose keys have 16 or 32 bits.
 
-Near rank k rounding decides: e4m3 keys and queries agree with these in 96 to 98% of the choice, whatever the scales.
+Near rank k rounding decides: with e4m3 keys and queries 96 to 98% of the choice agrees, whatever the scales are.
 """
 
 import contextlib
@@ -26,7 +26,8 @@ CLASSES = {
 }  # fmt: skip
 TOKENS, TOPK, BATCH, S_Q, PAGE = 600, 64, 2, 8, 64
 MIN_SHARE, NEAR = 0.9, 0.35
-"""Of the choice; and how far from rank k a key may be that only one chooses, in standard deviations of a row."""
+"""The smallest common share of the choice, and how far from rank k a key may be that only one side chooses, in
+standard deviations of a row."""
 
 
 class Products(TorchFunctionMode):
@@ -56,7 +57,7 @@ def seen_of(indexer: Any) -> Iterator[dict[str, Any]]:
 
 
 def chosen_by(name: str) -> tuple[torch.Tensor, dict[str, Any], torch.Tensor]:
-    """What a module with random weights chooses for all tokens, with what, and how many keys each token sees."""
+    """For all tokens, what a module with random weights chooses, its operands, and how many keys each token sees."""
     if importlib.util.find_spec(f"transformers.models.{name}") is None:
         pytest.skip(f"this transformers has no {name}")
     modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")

@@ -1,4 +1,4 @@
-"""The highest logits of each row on a CPU: the definition against a sort in Python, and which kernel a call gets."""
+"""The highest logits of each row on a CPU against a sort in Python, and which kernel a call gets."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from tests.kit.index_cases import FAMILIES, lengths_around, logits_of, table_of
 
 
 def expected(row: list[float], topk: int) -> list[int]:
-    """By value from the highest, of equal ones by position; NaN counts as -inf."""
+    """Sorted from the highest value, equal values by position. NaN counts as -inf."""
     ranked = sorted(range(len(row)), key=lambda t: (math.inf if math.isnan(row[t]) else -row[t], t))
     chosen = sorted(ranked[:topk])
     return chosen + [-1] * (topk - len(chosen))

@@ -1,4 +1,4 @@
-"""Every kernel that ships, compiled for sm_90a and held to its budget. No GPU needed."""
+"""Every kernel that ships compiles for sm_90a and keeps to its budget. No GPU is needed."""
 
 import concurrent.futures
 import dataclasses
@@ -24,10 +24,10 @@ SPEC_MODULES = sorted(
     ".".join(file.relative_to(ROOT).with_suffix("").parts) for file in (ROOT / "cute_kernels").rglob("*spec.py")
 )
 MODULES = [importlib.import_module(module) for module in SPEC_MODULES]
-# a room with many kernels that differ in little names those that cover them
+# a package directory with many similar kernels names those that represent them
 SHIPPED = [spec for module in MODULES for spec in getattr(module, "covering_specs", module.shipped_specs)()]
-# what calls of compat.flash_mla ask for differs from these in one constant: each kernel, and those that have no
-# register to spare
+# kernels for compat.flash_mla differ from these in one constant. Listed are each kernel class and the specs without a
+# spare register
 FLASH_MLA: list[Any] = [
     dataclasses.replace(spec, inf_if_empty=True)
     for spec in (
@@ -49,7 +49,7 @@ BATCH = 6
 
 
 def batches() -> Iterator[tuple[str, list[Any]]]:
-    """Specs that are taken apart together, at most 6 of one kernel class, and a name for them."""
+    """Specs that are disassembled together, at most 6 of one kernel class, and a name for each group."""
     by_class: dict[str, list[Any]] = {}
     for spec in [*SHIPPED, *FLASH_MLA]:
         by_class.setdefault(spec.kernel.rpartition(":")[2], []).append(spec)
@@ -63,9 +63,9 @@ BATCHES = dict(batches())
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> Iterator[Callable[[str], list[SassReport]]]:
-    """Gives the reports of a batch.
+    """Returns the reports of a batch.
 
-    A process that is not one of several makes all that the selected tests need, two at a time, while they wait for the
+    A single process compiles everything that the selected tests need, two specs at a time, while tests wait for the
     first.
     """
     if hasattr(request.config, "workerinput"):
@@ -91,15 +91,14 @@ def test_compiles_within_its_budget(name: str, found: Callable[[str], list[SassR
 
 
 def problems_of(spec: Any, code: SassReport) -> list[str]:
-    """What is wrong with the order or the operands of instructions, in kernels that rely on these."""
+    """Faults in the order or the operands of instructions, in kernels that rely on these."""
     (kernel,) = code.kernels
     if isinstance(spec, GqaDecodeSpec):
-        # A load that waits behind uncoalesced loads could read the next key tile if its stage is freed too early.
-        # On an H200 under load 1 of 70 calls was wrong.
+        # A load behind uncoalesced loads could read the next key tile if its stage is freed too early. On an H200 under
+        # load 1 of 70 calls was wrong.
         return [f"{arrival} while a load of the stage is under way" for arrival in kernel.arrivals_before_loads()]
     if spec in FLASH_MLA:
-        # +inf of empty rows: by the epilogue where a CTA has all keys of a query, for each of a thread's rows, and by
-        # the merge
+        # the epilogue writes +inf for each empty row of a thread if a CTA has all keys of a query; so does the merge
         rows = 2 if isinstance(spec, MlaCrossoverSpec) else 1
         needed = rows * (not spec.split or spec.balanced) + spec.split
         choices = [line for line in kernel.lines if " FSEL " in line and "+INF" in line]
@@ -117,7 +116,7 @@ def test_every_room_ships_specs() -> None:
 
 
 def test_specs_name_what_makes_a_kernel_fast() -> None:
-    """A budget that names nothing holds nothing."""
+    """An empty budget would hold nothing."""
     for spec in SHIPPED:
         assert 0 < spec.expected["registers"] <= 255
         assert spec.expected["instructions"]

@@ -1,4 +1,4 @@
-"""The cases of the latent formats, and the tolerance rule over two caches."""
+"""Cases of the latent formats, and the tolerance rule over two caches."""
 
 import dataclasses
 from typing import Any
@@ -45,7 +45,7 @@ def test_dense_cases_pass_the_rule(formats: tuple[str, ...], layout: str | None)
 
 
 def test_the_second_cache_is_in_the_yardstick() -> None:
-    """Two caches of one format are as one with all keys."""
+    """Two caches of one format must equal one cache with all keys."""
     case: Any = sparse_case(
         formats=("v4", "v4"), batch=2, h_q=3, topk=20, extra_topk=30, page_size=64, extra_page_size=64, num_slots=128
     )

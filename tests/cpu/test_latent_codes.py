@@ -1,4 +1,4 @@
-"""What depends on codes and scales of a latent format is in one file, and says the same thing everywhere."""
+"""One file says how a latent format depends on its codes and scales, and all users of it agree."""
 
 import ast
 import dataclasses
@@ -41,7 +41,7 @@ TYPE_WORDS = ("fp4", "e2m1", "e4m3", "e8m0", "float4", "float8")
 
 
 def mentions(source: str) -> Iterator[str]:
-    """Where code, not docstrings or comments, names a format or a type of codes, or asks which of them it has."""
+    """Lines of code (no docstrings, no comments) that name a format or a type of codes, or ask for one."""
     tree = ast.parse(source)
     docstrings = {
         id(node.body[0].value)
@@ -80,9 +80,9 @@ READ = pytest.mark.parametrize("kind", [V4, V4_1, V4_1_FP4], ids=lambda kind: ki
 
 
 def stage_of(kind: TokenFormat, copied: bool = False) -> dict[int, tuple[int, int]]:
-    """Of each byte of a stage's codes its (key, code), as QK and PV read them.
+    """The (key, code) of each byte of a stage's codes, as QK and PV read them.
 
-    `copied`: its (key, byte of the row), as `KeyLoader.copy_tile` has left them. That differs where codes expand.
+    With `copied`, the (key, byte of the row) that `KeyLoader.copy_tile` leaves, which differs if codes expand.
     """
     own, places = codes.of(kind), {}
     size, first = (kind.codes.num_bytes, own.first_line) if copied else (kind.codes.count, 0)
@@ -142,13 +142,13 @@ def test_a_warp_expands_its_rows_as_they_are_copied(rows: int) -> None:
         assert {place: copied[place] for place in read} == {p: (key, 8 * lane + b) for p, (lane, b) in read.items()}
         assert {p: expanded[p] for p in written} == {p: (key, 16 * lane + b) for p, (lane, b) in written.items()}
         own_row = {place for place, (owner, _) in expanded.items() if owner == key}
-        assert len(read) == 256 and set(read) <= own_row == set(written)  # so no other row is overwritten
+        assert len(read) == 256 and set(read) <= own_row == set(written)  # no other row is overwritten
         assert all(len({bank for bank, _ in banks[first : first + 16]}) == 16 for first in (0, 16))
         assert all(len({bank for _, bank in banks[first : first + 8]}) == 8 for first in range(0, 32, 8))
 
 
 def select_bytes(a: int, b: int, selector: int) -> int:
-    """What `prmt` makes of two words."""
+    """The result of `prmt` for two words."""
     places = [selector >> 4 * i & 15 for i in range(4)]
     assert max(places) < 8, "that copies a sign"
     return sum(((a if place < 4 else b) >> 8 * (place % 4) & 0xFF) << 8 * i for i, place in enumerate(places))
@@ -181,11 +181,11 @@ def test_scales_that_do_not_fit_their_unit_are_seen_in_each_byte_of_a_word(expon
 
 def test_the_largest_fp4_scales_are_in_range_of_float16() -> None:
     assert 6 * 448 * codes.FP4_WEIGHT < 65504 and 0.5 * 2**-9 * codes.FP4_WEIGHT >= 2**-24 * 8
-    assert 6 * 2.0 ** (6 + codes.FP4_ROOM + 1) <= 65504  # of V, where a scale is as large as its unit allows
+    assert 6 * 2.0 ** (6 + codes.FP4_ROOM + 1) <= 65504  # in V, a scale is at most as large as its unit allows
 
 
 class NamedScales:
-    """Words of a key's scales whose bytes are named by their place, instead of registers."""
+    """Words of a key's scales whose bytes are labelled by their place, instead of registers."""
 
     def __init__(self, places: list[int]) -> None:
         self.places = places
@@ -195,7 +195,7 @@ class NamedScales:
 
 
 def named_multiplier(self: codes.Codes, word: int, offset: int, byte: Any, second: Any = None) -> int | tuple[int, int]:
-    """The place of a scale in its key's, or of two."""
+    """The place of one or two scales among their key's scales."""
     places = [4 * word + int(getattr(one, "value", one)) for one in (byte, second) if one is not None]
     return places[0] if second is None else (places[0], places[1])
 
@@ -278,7 +278,7 @@ def test_every_format_has_codes() -> None:
 
 
 class PowerOfTwoFp4(codes.E2m1Codes):
-    """e2m1 codes with ue8m0 scales: what a new type says."""
+    """e2m1 codes with ue8m0 scales, as a new type would declare them."""
 
     room, least_unit = codes.E4m3Codes.room, codes.E4m3Codes.least_unit
     row_factors = codes.E4m3Codes.row_factors
@@ -301,7 +301,7 @@ class PowerOfTwoFp4(codes.E2m1Codes):
 def test_a_made_up_format_is_traced(
     made_up: TokenFormat, own: type[codes.Codes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel over it needs its line in `FORMATS`, and its class where codes or scales are new."""
+    """A kernel for it needs a line in `FORMATS`, and a class if its codes or scales are new."""
     made_up = dataclasses.replace(made_up, row_bytes=(made_up.codes.num_bytes, made_up.num_scales))
     monkeypatch.setitem(FORMATS, made_up.name, made_up)
     monkeypatch.setitem(codes.TYPES, (made_up.codes.dtype, made_up.scales.dtype), own)

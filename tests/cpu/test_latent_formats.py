@@ -1,4 +1,4 @@
-"""The formats beside V3.2, bit by bit, by numpy and formulas that share no code with the package."""
+"""Formats other than V3.2, bit by bit, against numpy and formulas that share no code with the package."""
 
 import itertools
 import math
@@ -24,7 +24,6 @@ def e4m3(code: np.ndarray) -> np.ndarray:
 
 
 def e2m1(code: np.ndarray) -> np.ndarray:
-    """Values of e2m1 codes: bias 1, one bit of mantissa."""
     exponent, mantissa = code >> 1 & 3, code & 1
     magnitude = np.where(exponent == 0, mantissa / 2, (1 + mantissa / 2) * 2.0 ** (exponent - 1.0))
     return np.where(code & 8, -magnitude, magnitude)
@@ -35,7 +34,7 @@ def ue8m0(byte: np.ndarray) -> np.ndarray:
 
 
 def assert_same_bits(got: torch.Tensor, expected: np.ndarray) -> None:
-    """Equal, signs of zero included; any NaN equals any other."""
+    """Requires equal values, signs of zero included; NaN equals NaN."""
     values = got.numpy()
     np.testing.assert_array_equal(np.isnan(values), np.isnan(expected))
     alive = ~np.isnan(expected)
@@ -69,14 +68,14 @@ def test_v4_1_fp4_for_all_codes_and_all_scale_bytes() -> None:
     token, place = np.mgrid[0:256, 0:256]
     scales = (token[:, :32] + 3 * place[:, :32]) % 256
     packed = np.concatenate([place, scales], axis=1).astype(np.uint8)
-    nibbles = np.stack([place & 15, place >> 4], axis=2).reshape(256, 512)  # the even element is the low one
+    nibbles = np.stack([place & 15, place >> 4], axis=2).reshape(256, 512)  # the even element is in the low half
     expected = e2m1(nibbles) * e4m3(scales).repeat(16, axis=1)
     assert_same_bits(fp8_mla.unpack(torch.from_numpy(packed), torch.float64, token_format="v4.1_fp4"), expected)
 
 
 @pytest.mark.parametrize("name", ["v4", "v4.1", "v4.1_fp4"])
 def test_products_are_exact_in_bfloat16(name: str) -> None:
-    """What lets a kernel multiply them there: any code, e4m3 scales and ue8m0 scales of bytes 3 to 246."""
+    """Kernels rely on it for any code with e4m3 scales and with ue8m0 scales of bytes 3 to 246."""
     token_format = FORMATS[name]
     packed = torch.zeros((256, token_format.token_bytes), dtype=torch.uint8)
     packed[:, : token_format.codes.num_bytes] = torch.arange(token_format.codes.num_bytes)
@@ -92,7 +91,7 @@ def test_products_are_exact_in_bfloat16(name: str) -> None:
 
 
 def nearest(values: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """For each x >= 0 the index of the nearest of ascending values, of two the even one."""
+    """For each x >= 0 the index of the nearest of ascending values; a tie goes to the even index."""
     distance = np.abs(np.minimum(x, values[-1])[..., None] - values)
     close = distance == distance.min(-1, keepdims=True)
     first = close.argmax(-1)
@@ -108,7 +107,7 @@ BF16_MAX = float(torch.finfo(torch.bfloat16).max)
 
 
 def power_of_two_rule(tile: np.ndarray) -> tuple[np.ndarray, int]:
-    """Codes and scale byte of one tile, by search for the exponent."""
+    """Codes and scale byte of one tile, by a search for the exponent."""
     finite = np.where(np.isnan(tile), 0, np.where(np.isinf(tile), BF16_MAX, np.abs(tile)))
     absmax = max(float(finite.max()), 1e-4)
     exponent = next(e for e in range(-60, 130) if math.ldexp(448.0, e) >= absmax)
@@ -191,7 +190,7 @@ def random_tokens(count: int, token_format: TokenFormat, seed: int) -> torch.Ten
 
 
 def flash_mla_view(pages: int, page_size: int, num_bytes: int, padding: int) -> torch.Tensor:
-    """(pages, page_size, 1, bytes) over poisoned memory whose pages are padded, to a multiple of 16 bytes."""
+    """(pages, page_size, 1, bytes) over poisoned memory, with pages padded to a multiple of 16 bytes."""
     size = page_size * num_bytes + padding
     memory = torch.full((pages, size + -size % 16), POISON, dtype=torch.uint8)
     return memory[:, : page_size * num_bytes].view(pages, page_size, 1, num_bytes)
@@ -200,7 +199,7 @@ def flash_mla_view(pages: int, page_size: int, num_bytes: int, padding: int) -> 
 @EACH_LAYOUT
 @pytest.mark.parametrize("page_size", [1, 2, 7])
 def test_rows_lie_where_the_format_says(token_format: TokenFormat, layout: str, page_size: int) -> None:
-    """Bytes of the memory itself, by the words of docs/users/formats.md."""
+    """The bytes in memory must be those that docs/users/formats.md describes."""
     cache = flash_mla_view(4, page_size, token_format.token_bytes, padding=32)
     tokens = random_tokens(2 * page_size, token_format, seed=1)
     slots = torch.randperm(4 * page_size, generator=torch.Generator().manual_seed(2))[: 2 * page_size]
@@ -268,7 +267,7 @@ def test_an_append_without_rope_leaves_the_rope_bytes_alone() -> None:
 
 
 def by_hand(q: torch.Tensor, keys: torch.Tensor, s_aux: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of (h_q, d) over (n, d) keys in float64, the sink a term of the denominator."""
+    """float64 attention of (h_q, d) over (n, d) keys, with the sink as a term of the denominator."""
     if not len(keys):
         return torch.zeros((len(q), 512), dtype=torch.float64), torch.full((len(q),), -math.inf, dtype=torch.float64)
     scores = q.double() @ keys.T * keys.shape[1] ** -0.5
@@ -291,7 +290,7 @@ def poisoned_cache(
 
 
 def some_indices(good: torch.Tensor, num_slots: int, topk: int, seed: int) -> torch.Tensor:
-    """(2, 3, topk): good slots and slots that do not exist."""
+    """(2, 3, topk) good slots and slots that do not exist."""
     generator = torch.Generator().manual_seed(seed)
     choices = torch.cat([good, good, torch.tensor([-1, num_slots, -(2**31), 2**31 - 1])])
     return choices[torch.randint(0, len(choices), (2, 3, topk), generator=generator)].int()

@@ -1,4 +1,4 @@
-"""What a prepared launch of the latent kernel must still refuse: memory that neither the key nor the kernel knows."""
+"""A prepared launch of the latent kernel must still refuse memory that neither the key nor the kernel checks."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ Call = dict[str, Any]
 
 
 def prepared(monkeypatch: pytest.MonkeyPatch, call: Call, caches_read: int) -> list[Any]:
-    """A prepared launch for a call, and the list of what it launches."""
+    """A prepared launch for a call, and the list of its launches."""
     launched: list[Any] = []
     floats, length = torch.zeros(8), torch.zeros(1, dtype=torch.int32).expand(2, 2)
     need: Any = workspace.Need(torch.device("cpu"), 0, 0, None)
@@ -35,13 +35,13 @@ def prepared(monkeypatch: pytest.MonkeyPatch, call: Call, caches_read: int) -> l
 
 
 def refuse(key: Any, request: Any) -> None:
-    """Stands for the preparation of a call that nobody has made before: its checks."""
+    """Stands for the preparation of a new call, which runs the checks."""
     launch.check(request)
     raise AssertionError("such a call would be prepared, and is not checked")
 
 
 def planar(num_pages: int, num_bytes: int, page_stride: int = 4 * 584) -> torch.Tensor:
-    """Pages of 4 tokens of V4 in so many bytes; tokens overlap, so the tensor ends before its memory must."""
+    """V4 pages of 4 tokens with this many bytes. Tokens overlap, so the tensor ends before its memory must."""
     memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
     return memory.as_strided((num_pages, 4, 584), (page_stride, 500, 1))
 

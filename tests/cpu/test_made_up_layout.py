@@ -1,4 +1,4 @@
-"""A plain layout is one `CacheLayout`: reference, append, specification and compiled kernel follow from it alone."""
+"""One `CacheLayout` is enough for a plain layout: reference, append, spec and compiled kernel follow from it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,12 +24,12 @@ SIZES = CacheSizes(outer=3, rows=8, h_kv=2, d=64)
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one place that says the layout."""
+    """Registers the layout in its only place."""
     monkeypatch.setitem(LAYOUTS, SBNH.name, SBNH)
 
 
 def as_bnsh(t: torch.Tensor) -> torch.Tensor:
-    """(s, b, h, ...) or (s, b), or what has neither axis, as BNSH has it."""
+    """Tensors (s, b, h, ...) or (s, b) in the axis order of BNSH; others stay."""
     if t.dim() < 2:
         return t
     return t.transpose(0, 1) if t.dim() == 2 else t.movedim(0, 2)
@@ -55,7 +55,7 @@ def test_shapes() -> None:
 
 @pytest.mark.parametrize("scales", SCALE_NAMES)
 def test_reference_and_append(scales: str) -> None:
-    """Both ops on a CPU, against the same tokens in BNSH."""
+    """Reference and append on a CPU must give the results of the same tokens in BNSH."""
     gen = generator(1)
     k, v = torch.randn((2, 24, 2, 64), generator=gen).bfloat16()
     slots = torch.randperm(24, generator=gen)
@@ -75,7 +75,7 @@ def test_reference_and_append(scales: str) -> None:
 
 @pytest.mark.parametrize("scales", SCALE_NAMES)
 def test_what_the_append_kernel_gets(scales: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Views of BSNH's axes, whose strides the kernel takes; first and repeated launches."""
+    """The append kernel gets views with the axes of BNSH, at first and at repeated launches."""
     calls: list[tuple[Any, ...]] = []
 
     def get_kernel(spec: Any) -> Callable[..., None]:
@@ -99,7 +99,7 @@ def test_what_the_append_kernel_gets(scales: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_kernels_compile() -> None:
-    """For sm_90a, without a GPU, held to the budgets of every other layout."""
+    """Kernels over the layout compile for sm_90a without a GPU and keep to the budgets of every other layout."""
     case = gqa_case(seqlens=[9, 20], h_q=4, h_kv=2, d=64, layout=SBNH.name)
     spec = decode_spec(DECODE.request(**case.arguments(), num_splits=None))
     assert spec.layout == "rohd" and not spec.paged

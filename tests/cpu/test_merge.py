@@ -67,12 +67,12 @@ def test_sink_joins_the_denominator_once_and_stays_out_of_the_lse(problem):
 
 
 def test_the_rule_allows_what_float32_owes_and_no_lost_weights():
-    """The arithmetic of the kernel. Beside sinks of 80 to 112, weights are 2^-115 to 2^-162."""
+    """The weights are computed as in the kernel. Beside sinks of 80 to 112 they are 2^-115 to 2^-162."""
     generator = torch.Generator().manual_seed(1)
     outs = 2.0**18 * torch.randn(2, 50, 64, 128, generator=generator)
     lses = torch.randn(2, 50, 64, generator=generator)
     sink = torch.linspace(80, 112, 64)
-    weights = torch.exp2((lses - sink) * math.log2(math.e))  # beside 1, that of the sink, their sum is nothing
+    weights = torch.exp2((lses - sink) * math.log2(math.e))  # their sum is nothing beside the sink's weight of 1
     lse = torch.logsumexp(lses.double(), 0).float()
     assert not merge_problems((weights.unsqueeze(-1) * outs).sum(0), lse, outs, lses, sink)
     weights[weights < 2.0**-126] = 0.0
@@ -92,7 +92,7 @@ def test_a_row_without_keys_is_zero_and_minus_infinity(dtype, sink):
 
 @pytest.mark.parametrize("sink", [None, 1.0])
 def test_plus_infinity_is_no_keys_as_minus_infinity_is(sink):
-    """FlashMLA writes +inf for a query without keys, and so does this package's adapter of its interface."""
+    """FlashMLA writes +inf for a query without keys, and so does our adapter of its interface."""
     outs, lses = torch.randn(4, 6, 8), torch.randn(4, 6)
     empty = torch.zeros(4, 6, dtype=torch.bool)
     empty[1, ::2] = empty[3] = empty[:, 5] = True  # some, a whole state, and a row without any key
@@ -159,7 +159,7 @@ OUTS, LSES = torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 4)
 
 
 def merge_by_torch(outs: Any, lses: Any, sink: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """What the kernel does."""
+    """Merges as the kernel does."""
     merged, merged_lse = merge_states_reference(outs, lses, sink)
     out.copy_(merged)
     lse.copy_(merged_lse)
@@ -168,7 +168,7 @@ def merge_by_torch(outs: Any, lses: Any, sink: Any, out: torch.Tensor, lse: torc
 def prepared(
     monkeypatch: pytest.MonkeyPatch, outs: torch.Tensor, out_dtype: torch.dtype = torch.float32
 ) -> DeclaredKernel:
-    """A prepared launch for such states, with and without a sink, as an earlier call would leave it."""
+    """A prepared launch for such states, with or without a sink, as an earlier call would leave it."""
     shape = outs.shape
     dtypes = {"in_dtype": "float32", "out_dtype": str(out_dtype).removeprefix("torch.")}
     facts = {"rows": outs[0, ..., 0].numel(), "num_states": len(outs), "d": shape[-1], **dtypes}
@@ -213,7 +213,7 @@ def test_bad_input_of_a_prepared_launch(label, given, monkeypatch):
 
 
 def launch_on_meta(monkeypatch: pytest.MonkeyPatch, launched: Callable[..., None]) -> None:
-    """Has the device "meta" stand for a GPU, and `launched(spec, *arguments)` for its kernels."""
+    """Makes the device "meta" stand for a GPU, and `launched(spec, *arguments)` for its kernels."""
     monkeypatch.setattr(merge_op, "_prepared", PreparedLaunches())
     monkeypatch.setattr(merge_op, "require_sm90", lambda name, device: None)
     monkeypatch.setattr(merge_op, "get_kernel", lambda spec: functools.partial(launched, spec))
@@ -222,7 +222,7 @@ def launch_on_meta(monkeypatch: pytest.MonkeyPatch, launched: Callable[..., None
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["views", "copies"])
 def test_more_dimensions_than_the_kernel_takes(transposed, monkeypatch):
-    """Every call is checked, since the kernel gets views, in which different shapes with equal sizes look the same."""
+    """Every call is checked, because the kernel gets views in which different shapes of equal size look alike."""
     seen: list[tuple[torch.Tensor | None, ...]] = []
     launch_on_meta(monkeypatch, lambda spec, *arguments: seen.append(arguments))
     outs, lses = (torch.randn(3, 4, 2, 3, 5, *d, device="meta") for d in ((8,), ()))
@@ -277,7 +277,7 @@ def test_every_launch_has_a_variant_that_fits_the_machine():
 
 
 def test_eight_loads_are_in_flight():
-    """Eight loads hold 32 registers at once. Left alone, ptxas uses 40 in all and waits for every third load."""
+    """Eight loads hold 32 registers at once. Without help, ptxas uses 40 in all and waits for every third load."""
     spec = MergeSpec.for_launch(rows=128, num_states=64, d=512, in_dtype="float32", out_dtype="bfloat16")
     (kernel,) = report_of(spec).kernels
     assert kernel.count("LDG.E.128") == 8

@@ -38,7 +38,7 @@ def test_plans_are_shipped_and_cover_the_keys(case):
     assert plan.num_splits * plan.tiles_per_split >= tiles
     work_tiles = case["batch"] * case["s_q"] * plan.spec.head_blocks(case["h_q"])
     assert plan.ctas == work_tiles * plan.num_splits
-    # a part of the merge has a row for each of its four warpgroups at least, and all parts run at once if they can
+    # a part of the merge has at least a row for each of its four warpgroups, and all parts run at once if they can
     assert 1 <= plan.merge_ctas <= -(-min(case["h_q"], WIDE) // 4)
     assert plan.merge_ctas == 1 or work_tiles * plan.merge_ctas <= SMS + work_tiles
 
@@ -53,7 +53,7 @@ def test_ragged_queries_share_tiles(case):
     if queries > 1:
         assert plan.max_ctas % blocks == 0
         assert SMS - blocks < plan.max_ctas <= SMS
-        # a partial result of share k and query n is in place k + n
+        # the partial result of share k and query n is in place k + n
         assert plan.partial_rows == (plan.max_ctas // blocks + queries) * case["h_q"]
         assert plan.ctas * plan.tiles_per_split >= queries * blocks * -(-case["max_keys"] // TOKENS_PER_TILE)
 
@@ -91,7 +91,7 @@ def test_one_request_fills_the_card_and_many_are_not_split():
 
 @pytest.mark.parametrize(("batch", "heads", "splits"), [(1, 32, 32), (2, 32, 16), (4, 64, 16), (8, 64, 8), (16, 64, 4)])
 def test_small_batches_get_what_was_measured_fastest(batch, heads, splits):
-    """13.0, 13.7, 15.9, 20.9 and 29.9 us; clusters take 19 to 33% longer (docs/maintainers/crossover.md)."""
+    """Plans took 13.0, 13.7, 15.9, 20.9 and 29.9 us; clusters take 19 to 33% longer (docs/maintainers/crossover.md)."""
     plan = plan_decode(sparse=True, batch=batch, s_q=1, h_q=128, max_keys=2048, num_sms=SMS)
     assert isinstance(plan.spec, MlaDecodeSpec)
     assert (plan.spec.heads, plan.num_splits) == (heads, splits)
@@ -132,7 +132,7 @@ def test_a_forced_exchange_is_taken_by_whole_clusters(exchange, h_q):
 
 
 def test_what_checks_let_pass_can_be_built():
-    """A spec that cannot be built speaks of itself; a caller is told of his arguments, by the checks."""
+    """The error of a spec is about the spec, whereas callers need errors about their arguments, which checks give."""
     pairs = [Formats(FORMATS[name], None) for name in FORMATS]
     pairs += [Formats(FORMATS[one], FORMATS[other]) for one, other in PAIRS]
     refused = set()
@@ -163,5 +163,5 @@ def test_one_of_two_caches_without_keys_keeps_the_roundings_of_two():
 
 
 def test_a_tile_with_masked_keys_takes_the_fast_path():
-    """The row of zeros that they read has scales whose weights float16 holds."""
+    """Masked keys read a row of zeros, whose scales have weights that float16 holds."""
     assert 2.0**-14 <= MASKED_SCALE * WEIGHT < 2

@@ -1,4 +1,4 @@
-"""What users install: files of wheel and sdist, a syntax that the oldest Python reads, the ranges of dependencies."""
+"""What users install: files of wheel and sdist, syntax that the oldest Python reads, ranges of dependencies."""
 
 import ast
 import re
@@ -25,7 +25,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("hatchling")
     copy = tmp_path_factory.mktemp("checkout")
     for package in PACKAGES:
-        shutil.copytree(ROOT / package, copy / package)  # byte code too, if tests have left any
+        shutil.copytree(ROOT / package, copy / package)  # also byte code that tests have left
     for name in ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", ".gitignore", "CONTRIBUTING.md", "Makefile"):
         shutil.copy(ROOT / name, copy / name)
     for name in ("docs/page.md", "results/h200.json", "scripts/run.py", "tests/cpu/test.py", "build/left.py"):

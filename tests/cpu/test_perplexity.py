@@ -1,4 +1,4 @@
-"""Perplexity through the formats of a cache: attention here is what the ops compute, and another format is noticed."""
+"""Perplexity through the formats of a cache. Attention must equal the operators', and another format must show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that a user can call is what public_api.txt says: names, signatures, defaults, schemas, options.
+"""Everything that a user can call is listed in public_api.txt: names, signatures, defaults, schemas, options.
 
 A change there is a change for users, which CHANGELOG.md names. `python tests/cpu/test_public_api.py` writes the file.
 """
@@ -31,7 +31,7 @@ MODULES = (
 
 
 def signature(value: Any) -> str:
-    """Parameters and defaults, those without a position by name; annotations are left to the type checker."""
+    """Parameters and defaults; keyword-only parameters are sorted by name. Annotations are left to the type checker."""
     plain = [p.replace(annotation=inspect.Parameter.empty) for p in inspect.signature(value).parameters.values()]
     by_name = {p.name: p.kind for p in plain if p.kind is p.KEYWORD_ONLY}
     plain.sort(key=lambda p: (p.kind, p.name if p.name in by_name else ""))

@@ -1,4 +1,4 @@
-"""Documentation holds: examples run as pasted, links and named paths exist, README has a limited length."""
+"""Examples in the documentation run as pasted, its links and paths exist, and README has a limited length."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ OPERATIONS = {
 
 
 INDEXER = {"index_append", "index_decode", "index_topk"}
-"""README has no room for them."""
+"""Functions for which README has no room."""
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -65,7 +65,7 @@ def test_paths_that_contributing_names_exist() -> None:
     named = {name for name in re.findall(r"`([\w./]+)`", _prose(CONTRIBUTING)) if "/" in name}
     made = ("build/", ".venv/")  # not in a fresh checkout
     package = ROOT / "cute_kernels"
-    places = (ROOT, package, *(path for path in package.iterdir() if path.is_dir()))  # what stands in a room, too
+    places = (ROOT, package, *(path for path in package.iterdir() if path.is_dir()))  # also package directories
     missing = {name for name in named if not any((place / name).exists() for place in places)}
     assert not {name for name in missing if not name.startswith(made)}
 
@@ -81,7 +81,6 @@ def test_pages_that_sources_name_exist() -> None:
 
 
 def _prose(page: Path) -> str:
-    """A page without its blocks of code."""
     return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 

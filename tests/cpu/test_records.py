@@ -1,4 +1,4 @@
-"""A record says no more than was checked, and which of its cases ran machine code that is built no longer."""
+"""A record says no more than was checked, and which cases ran machine code that is no longer built."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_case_of_other_machine_code_is_an_older_one() -> None:
 
 
 def test_digests_name_machine_code_and_nothing_else() -> None:
-    """A kernel under another name has the digest; one instruction or register more has not."""
+    """The digest stays if a kernel has another name, and changes with one more instruction or register."""
     cubins = sass.compiled(SPEC).cubins
     digest = sass.digest_of(cubins)
     assert digest == sass.digest(SPEC) and len(digest) == 16

@@ -1,4 +1,4 @@
-"""Pages show all of what was recorded, and nothing of a case whose check failed."""
+"""Pages show everything that was recorded, except cases whose check failed."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ def test_the_pages_of_the_checkout_are_up_to_date(root: Path) -> None:
 
 
 def test_every_part_has_a_page(root: Path) -> None:
-    """A page that is rewritten without its markers would lose a table that nothing else shows."""
+    """If a page lost its markers, it would lose a table that nothing else shows."""
     text = "".join(path.read_text(encoding="utf-8") for path in pages.pages(root))
     assert not [part for part in pages.PARTS if f"<!-- results:{part}:begin -->" not in text]
 
 
 def shown(record: dict[str, Any], case: dict[str, Any]) -> list[str]:
-    """The tables of one case alone."""
     alone = pages.Recorded([{**record, "cases": [case]}], [], [], [])
     parts = ("mla", "mla-formats", "gqa", "sink", "sink-routing", "append-merge")
     return ["\n".join(lines) for part in parts if (lines := pages.PARTS[part](alone))]
 
 
 def test_every_recorded_case_is_in_a_table(recorded: pages.Recorded) -> None:
-    """A benchmark that no part shows would be in the record and on no page."""
+    """A benchmark that belongs to no part would be recorded but appear on no page."""
     for record in recorded.cards:
         for case in record["cases"]:
             assert len(shown(record, case)) == 1, case

@@ -1,4 +1,4 @@
-"""Rotated 4-bit codes in plain torch: the rule against vLLM's arithmetic, written out number by number."""
+"""Rotated 4-bit codes in plain torch, against vLLM's arithmetic written out number by number."""
 
 import math
 
@@ -22,7 +22,7 @@ def test_signs_are_drawn_from_the_seed(d: int) -> None:
 
 @pytest.mark.parametrize("d", DIMS)
 def test_a_rotation_is_the_matrix_and_comes_back(d: int) -> None:
-    """Small integers, whose sums are exact."""
+    """Small integers have exact sums."""
     matrix = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(d)] for i in range(d)])
     x = torch.randint(-100, 101, (50, d), generator=generator(d)).float()
     assert torch.equal(rotate(x), (x * signs(d)) @ matrix)
@@ -30,7 +30,7 @@ def test_a_rotation_is_the_matrix_and_comes_back(d: int) -> None:
 
 
 def written_out(y: torch.Tensor) -> tuple[list[int], int, numpy.float32]:
-    """(codes, zero point, scale) of one rotated vector; each step float32, halves away from zero by truncation."""
+    """(codes, zero point, scale) of one rotated vector, step by step in float32; halves round away from zero."""
     numbers = [numpy.float32(x) for x in y.tolist()]
     high, low = max(numbers), min(numbers)
     scale = max((high - low) / numpy.float32(15), numpy.float32(1e-6))
@@ -45,7 +45,7 @@ def written_out(y: torch.Tensor) -> tuple[list[int], int, numpy.float32]:
 
 @pytest.mark.parametrize("d", DIMS)
 def test_codes_are_those_of_the_arithmetic(d: int) -> None:
-    """Of vectors whose rotated elements have both signs, as all have whose first channel is not alone."""
+    """The vectors' rotated elements have both signs, as they have unless only the first channel is nonzero."""
     gen = generator(7)
     x = torch.randn(200, d, generator=gen) * torch.logspace(-6, 6, 200).unsqueeze(1)
     x[50:100] = torch.randint(-9, 10, (50, d), generator=gen)
@@ -62,7 +62,7 @@ def test_codes_are_those_of_the_arithmetic(d: int) -> None:
 
 
 def test_one_sign_keeps_the_vector() -> None:
-    """A first channel that is alone gives all of y one sign: codes span y and 0, where a clamped zero point lost it."""
+    """If only the first channel is nonzero, y has one sign. Codes span y and 0: clamped zero points would lose x."""
     x = torch.zeros(2, 128)
     x[0, 0], x[1, 0] = 100, -100
     read = unrotate(dequantize_uint4(*quantize_rotated(x), torch.float64))

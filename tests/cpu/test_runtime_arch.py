@@ -1,4 +1,4 @@
-"""Devices without kernels are named before any launch, and each device is asked once what it is."""
+"""Devices without kernels are named before any launch, and each device is asked for its architecture once."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Launching: what is tried, which error the caller sees, and which launches stay prepared."""
+"""What a launch tries, which error the caller sees, and which launches stay prepared."""
 
 import gc
 import weakref
@@ -68,7 +68,7 @@ def test_an_interrupt_is_not_swallowed() -> None:
 
 @pytest.mark.parametrize("explained", [False, True])
 def test_a_refusal_keeps_no_argument_alive(explained: bool) -> None:
-    """Its traceback holds frames, and these the tensors: a cycle would keep gigabytes until the next collection."""
+    """The traceback holds frames, and frames hold tensors: a cycle would keep gigabytes until the next collection."""
 
     def refuse(request: Any) -> None:
         raise RuntimeError("Mismatched")
@@ -92,7 +92,7 @@ def test_a_refusal_keeps_no_argument_alive(explained: bool) -> None:
 
 
 def test_a_kernel_is_launched_by_name() -> None:
-    """In the order of its `__call__`. Names that it does not have are left out; constants stand for None."""
+    """Arguments are in the order of the kernel's `__call__`. Unknown names are left out; constants replace None."""
     launched: list[Any] = []
 
     def kernel(*arguments: Any) -> None:
@@ -121,7 +121,7 @@ def test_nothing_is_kept_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Wrapper(torch.Tensor):
-    """A tensor without memory, as of DTensor."""
+    """A tensor without memory, like a DTensor."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> "_Wrapper":
@@ -139,7 +139,7 @@ def fake_tensor() -> torch.Tensor:
 
 @pytest.mark.parametrize("make", [lambda: _Wrapper(torch.zeros(3)), fake_tensor], ids=["wrapper", "fake"])
 def test_a_tensor_without_memory_is_refused_before_the_launch(make: Callable[[], torch.Tensor]) -> None:
-    """Its address is 0, which a kernel would take."""
+    """The tensor's address is 0, which a kernel would take."""
     launched: list[Any] = []
     run = launch_or_explain(OP, launched.append, pytest.fail)
     plain = torch.zeros(3)

@@ -1,4 +1,4 @@
-"""What is kept between calls: workspaces, counters of graphs, buffers that nobody reads. No GPU."""
+"""What is kept between calls: workspaces, counters of graphs, buffers that nobody reads. No GPU is needed."""
 
 import contextlib
 import ctypes
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class Fakes:
-    """The current stream, and the graph that is captured into it, if any."""
+    """The current stream, and the graph that is captured on it, if any."""
 
     def __init__(self) -> None:
         self.stream = 7
@@ -77,7 +77,7 @@ def test_a_workspace_grows_and_never_shrinks(fakes: Fakes) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_the_default_dtype_changes_no_workspace(fakes: Fakes, dtype: torch.dtype) -> None:
-    """Two million floats were promised and one million there."""
+    """With another default dtype, a workspace for two million floats had room for one million."""
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
@@ -213,7 +213,7 @@ def test_counters_are_lent_for_good_where_the_driver_does_not_tell(
 
 
 class Driver:
-    """The driver's user objects: a callback is called when the last of its references goes."""
+    """The driver's user objects. A callback is called when the last reference to its object goes."""
 
     def __init__(self) -> None:
         self.references = 0
@@ -227,7 +227,7 @@ class Driver:
 
     def cuGraphRetainUserObject(self, graph: int, made: Any, count: int, flags: int) -> int:
         self.of_graph = count
-        self.references += 0 if flags == 1 else count  # CU_GRAPH_USER_OBJECT_MOVE: those of the caller
+        self.references += 0 if flags == 1 else count  # CU_GRAPH_USER_OBJECT_MOVE takes the caller's references
         return 0
 
     def end_graph(self) -> None:
@@ -237,7 +237,7 @@ class Driver:
 
 
 def test_the_life_of_a_graph_is_told_by_a_semaphore(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No reference may be left to this process, which never gives one back: the graph's end would not be told."""
+    """If this process kept a reference, which it never gives back, nobody would learn that the graph has ended."""
     driver = Driver()
     monkeypatch.setattr(graphs, "_cuda", lambda: driver)
     life = graphs.GraphLife(1234)
@@ -260,7 +260,7 @@ def test_a_driver_that_refuses_is_an_os_error(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_capture_is_asked_of_the_devices_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPU 1 is the current one, and GPU 0 captures. A device without an index is the current one of its type."""
+    """GPU 1 is current, and GPU 0 captures. A device without an index is the current one of its type."""
     entered: list[int] = [1]
 
     @contextlib.contextmanager

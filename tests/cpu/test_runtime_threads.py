@@ -1,4 +1,4 @@
-"""An interrupt, a fork, an exit while a kernel is compiled: the process can still compile, and the kernel is kept."""
+"""After an interrupt, a fork or an exit during a compilation, a process can compile, and the kernel is kept."""
 
 import threading
 from pathlib import Path
@@ -63,14 +63,14 @@ print("all there")
 
 
 def test_what_an_interrupted_call_compiles_is_kept(place: Place) -> None:
-    """The process ends meanwhile, and waits for it."""
+    """The process ends meanwhile and waits for the compilation."""
     code = "compile.arch.import_dsl()\nprint(interrupted(TinySpec(), 0.05), is_compiling())"
     assert place.run(START + code) == "True True\n"
     assert place.compilations() == len(place.files()) == 1
 
 
 def test_a_process_may_end_while_it_imports_the_compiler(place: Place) -> None:
-    """Python refuses some imports by then, so there may be no kernel; the process ends well nevertheless."""
+    """Python refuses some imports by then, so there may be no kernel, but the process ends without an error."""
     assert place.run(START + "print(interrupted(TinySpec(), 0.3), is_compiling())") == "True True\n"
 
 
@@ -108,7 +108,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_a_kernel_is_loaded_in_the_thread_that_asks(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has a current device; the thread that compiles has another one."""
+    """The calling thread has a current device; the thread that compiles has another one."""
     seen: dict[str, list[threading.Thread]] = {"load": [], "compile": []}
     load, make = cache._LOADERS[".so"], compile._compile
 
@@ -128,7 +128,7 @@ def test_a_kernel_is_loaded_in_the_thread_that_asks(place: Place, monkeypatch: p
 
 
 def test_an_error_and_its_frames_are_not_kept() -> None:
-    """The thread's result holds the error, whose frames would hold the result, and the caller's tensors with it."""
+    """The thread's result holds the error, whose frames would hold the result and the caller's tensors."""
     import gc
     import weakref
 

@@ -1,4 +1,4 @@
-"""Code is loaded from where this user and root alone can write, and what was checked is what is loaded."""
+"""Code is loaded only from where nobody but this user and root can write, and what was checked is what is loaded."""
 
 import contextlib
 import ctypes
@@ -37,7 +37,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.fixture
 def public() -> Iterator[Path]:
-    """A directory that every user can reach; those of pytest are closed to others."""
+    """A directory that every user can reach; pytest's directories are closed to others."""
     with tempfile.TemporaryDirectory() as path:
         os.chmod(path, 0o755)
         yield Path(path)
@@ -45,7 +45,7 @@ def public() -> Iterator[Path]:
 
 @pytest.fixture
 def nested(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """`place` with two directories above that are the test's own."""
+    """`place` below two directories that belong to the test."""
     place.directory = place.directory / "inner" / "kernels"
     monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(place.directory))
     return place
@@ -53,7 +53,7 @@ def nested(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 @contextlib.contextmanager
 def user(number: int) -> Iterator[None]:
-    """This process, which is root's, as another user."""
+    """Runs this process, which is root's, as another user."""
     groups = os.getgroups()
     os.setgroups([])
     os.setegid(number)
@@ -75,13 +75,13 @@ def plant(directory: Path, data: bytes) -> Path:
 
 
 def seen(path: Path) -> tuple[int, int, int, int]:
-    """What changes when a file is replaced or written."""
+    """What changes if a file is replaced or written."""
     found = os.lstat(path)
     return found.st_ino, found.st_mode, found.st_size, found.st_mtime_ns
 
 
 class InMemory:
-    """What the compiler returns, where nothing may be kept of it."""
+    """The compiler's result if nothing of it may be kept."""
 
     def __call__(self) -> None: ...
 
@@ -90,9 +90,9 @@ class InMemory:
 
 
 def gets_in_memory(place: Place, *specs: TinySpec) -> str:
-    """Asks twice for kernels, which must be compiled each time and not be kept; the one warning that says why.
+    """Requests kernels twice, requires that each is compiled and none kept, and returns the warning that says why.
 
-    Without `specs` the directory is what is wrong: not even a lock is made there.
+    Without `specs` the directory itself is wrong, and not even a lock may be made there.
     """
     compiled = []
     untouched = "*.so" if specs else "*"
@@ -117,7 +117,7 @@ def gets_in_memory(place: Place, *specs: TinySpec) -> str:
 
 
 def loads(place: Place) -> None:
-    """Asks for SPEC, which must come from disk, without a word."""
+    """Requires that SPEC comes from disk without a warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert callable(compile.get_kernel(SPEC))
@@ -162,7 +162,7 @@ def remade(make: Callable[[Path], None]) -> Spoil:
 
 
 def link_that_others_could_replace(path: Path, base: Path) -> str:
-    """Both ends are sound, and the link on the way between them is not."""
+    """Both ends are sound, but not the link between them."""
     loose = base / "loose"
     loose.mkdir()
     linked(path, base)
@@ -172,14 +172,14 @@ def link_that_others_could_replace(path: Path, base: Path) -> str:
 
 
 def link_of_another_user(path: Path, base: Path) -> str:
-    """In a sticky directory its owner can replace the link, wherever it leads now."""
+    """In a sticky directory the link's owner can replace it, wherever it leads now."""
     link_that_others_could_replace(path, base)
     (base / "loose").chmod(0o1777)
     return given_away(base / "loose" / "link", base)
 
 
 def above(levels: int, spoil: Spoil) -> Spoil:
-    """Whoever may write a directory above may put another one in its place."""
+    """Whoever may write a directory further up may put another one in this place."""
     return lambda path, base: spoil(path.parents[levels - 1], base)
 
 
@@ -218,7 +218,7 @@ def test_a_directory_that_others_could_change_is_refused(
 def test_a_file_that_others_could_change_is_refused(
     place: Place, sound: bytes, tmp_path: Path, spoil: Spoil, suffix: str
 ) -> None:
-    """What a link leads to is neither loaded, nor truncated, nor made."""
+    """The target of a link is neither loaded, nor truncated, nor created."""
     entry = plant(place.directory, sound)
     path = entry.rename(entry.with_suffix(suffix))
     expected = spoil(path, tmp_path)
@@ -238,7 +238,7 @@ def test_nothing_is_made_below_a_directory_that_others_may_write(nested: Place) 
 
 
 def test_directory_below_a_sticky_one_loads(nested: Place, sound: bytes) -> None:
-    """In /tmp everybody may write, and nobody may rename what is another's."""
+    """In /tmp everybody may write, but nobody may rename another user's files."""
     plant(nested.directory, sound)
     nested.directory.parent.chmod(0o1777)
     loads(nested)
@@ -254,7 +254,7 @@ def test_directory_through_a_link_loads(place: Place, sound: bytes, tmp_path: Pa
 def test_owner_of_the_root_directory_may_own_what_leads_to_the_cache(
     nested: Place, sound: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a user namespace root of the host has another number, and so has anybody else: the cache may not be theirs."""
+    """In a user namespace the host's root has another number, which other users share: it may not own the cache."""
     lstat = os.lstat
     fields = list(lstat("/"))
     fields[4] = STRANGER
@@ -277,7 +277,7 @@ def test_links_in_a_circle_are_no_directory(place: Place) -> None:
 def test_parent_of_a_private_group_loads(
     nested: Place, sound: bytes, private: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under the umask 002 of users who have a group each, ~/.cache is one that the group may write."""
+    """With umask 002, for users who each have their own group, the group may write ~/.cache."""
     monkeypatch.setattr(trust, "_is_group_of_this_user", lambda found: private)
     plant(nested.directory, sound)
     nested.directory.parent.chmod(0o775)
@@ -352,7 +352,7 @@ def test_damaged_entry_through_a_link_is_neither_removed_nor_written(place: Plac
 
 
 def test_load_says_what_it_refuses(place: Place, sound: bytes) -> None:
-    """A read-only cache has no lock that would say it."""
+    """A read-only cache has no lock that would report it."""
     plant(place.directory, sound).chmod(0o666)
     with pytest.warns(RuntimeWarning, match="may be written by other users"):
         assert DiskCache(place.directory).load(entry_name(SPEC)) is None
@@ -408,12 +408,12 @@ def test_modes_do_not_follow_the_umask(nested: Place, umask: int) -> None:
 @as_root
 @pytest.mark.parametrize("number", [0, STRANGER])
 def test_read_only_cache_of_root_loads(place: Place, sound: bytes, public: Path, number: int) -> None:
-    """As an image of a container has it: filled when the image was built, used by whoever runs in it."""
+    """An image of a container has such a cache: filled when it was built, used by whoever runs in it."""
     entry = plant(public / "kernels", sound)
     entry.chmod(0o444)
     entry.parent.chmod(0o555)
     disk = DiskCache(entry.parent)
-    assert disk.load(entry_name(SPEC)) is not None  # and what it imports is read while this user can read it
+    assert disk.load(entry_name(SPEC)) is not None  # also import what the entry needs while this user can read it
     with user(number), warnings.catch_warnings():
         warnings.simplefilter("error")
         assert disk.load(entry_name(SPEC)) is not None
@@ -480,7 +480,7 @@ def test_a_second_library_is_not_taken_for_the_first(tmp_path: Path) -> None:
             found.append(ctypes.CDLL(str(path)))
     assert [library.number() for library in found] == [0, 1, 2, 3]
     assert len(names) == 4
-    assert len(descriptors) == 1  # of the same number each time, which is the name that must not be used
+    assert len(descriptors) == 1  # their numbers are equal, so a number cannot serve as a name
 
 
 def test_private_path_is_closed_to_others_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -524,7 +524,7 @@ def test_kernel_loads_where_no_temporary_directory_is(
 
 
 def test_load_takes_milliseconds(place: Place, sound: bytes) -> None:
-    """A compilation takes seconds, so that 50 ms are far from both, on a machine that is busy."""
+    """A compilation takes seconds, so 50 ms are far from both, even on a busy machine."""
     plant(place.directory, sound)
     disk, name = DiskCache(place.directory), entry_name(SPEC)
     seconds = []

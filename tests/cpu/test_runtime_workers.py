@@ -1,4 +1,4 @@
-"""Processes that compile: they import from where their parent does, end with it, and say what went wrong."""
+"""Processes that compile import what their parent imports, end with it, and report what went wrong."""
 
 import os
 import re
@@ -66,7 +66,7 @@ print(1 - len(missing([TinySpec(32)])))
 
 @pytest.mark.parametrize("code", [PRECOMPILE, WARM_VLLM], ids=["precompile", "vllm"])
 def test_files_of_the_current_directory_are_not_run(tmp_path: Path, code: str) -> None:
-    """The server's own script does not look there, whatever lies in the directory that it is started in."""
+    """The server's own script does not look there, whatever is in the directory where it is started."""
     here, elsewhere, proof = tmp_path / "here", tmp_path / "elsewhere", tmp_path / "proof"
     here.mkdir()
     elsewhere.mkdir()
@@ -82,7 +82,7 @@ def test_files_of_the_current_directory_are_not_run(tmp_path: Path, code: str) -
 
 
 def test_new_interpreters_start_in_one_place() -> None:
-    """Whatever else starts one looks in the current directory first."""
+    """Everything else that starts an interpreter looks in the current directory first."""
     starts = re.compile(r"sys\.executable|get_context|ProcessPoolExecutor|os\.exec|os\.spawn")
     found = [file for file in (ROOT / "cute_kernels").rglob("*.py") if starts.search(file.read_text(encoding="utf-8"))]
     assert found == [Path(workers.__file__)]

@@ -1,4 +1,4 @@
-"""compute-sanitizer: what its output means. A tool that did not look has found no zero."""
+"""The meaning of compute-sanitizer's output: a tool that did not run has not found 0 errors."""
 
 import json
 

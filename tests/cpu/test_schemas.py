@@ -1,4 +1,4 @@
-"""What the operators' schemas say is written is what they write: else torch.compile drops or reorders a call."""
+"""Operators write exactly what their schemas mark as written: otherwise torch.compile drops or reorders a call."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def test_registered_for_both_devices(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "table"), CASES)
 def test_nothing_without_a_mark_is_written(name: str, table: str) -> None:
-    """Outputs hold NaN or 7 before the call, so that one without a mark would be seen to change."""
+    """Outputs hold NaN or 7 before the call, so that a write to an output without a mark shows."""
     call = TABLES[table].right("cpu")
     names = [argument.name for argument in operator(name)._schema.arguments]
     arguments = [call.get(name, DEFAULTS.get(name)) for name in names]

@@ -1,4 +1,4 @@
-"""SGLang's plugin: the hook in sparse MLA and the backend "cute", on stand-ins of SGLang's objects, without the engine.
+"""SGLang's plugin on stand-ins for SGLang's objects, without the engine: the hook in sparse MLA, and backend "cute".
 
 One test reads the sources of an installed SGLang and says which name or argument has moved.
 """
@@ -124,7 +124,7 @@ class Missing:
     ids=lambda value: next(iter(value), "") if isinstance(value, dict) else None,
 )
 def test_a_call_that_moved_stays_with_flash_mla(change: dict[str, Any], word: str, said: list[str]) -> None:
-    """Whatever has moved in SGLang: `original` gets the call as it came."""
+    """Whatever has moved in SGLang, `original` gets the unchanged call."""
     facts = change.get("backend", {})
     backend = sparse_backend(**{name: value for name, value in facts.items() if value is not Missing})
     for name in [name for name, value in facts.items() if value is Missing]:
@@ -176,7 +176,7 @@ def test_another_gpu_is_refused(sm90: bool, word: str | None, monkeypatch: pytes
 
 @pytest.fixture
 def v4_backend() -> Any:
-    """A backend class as SGLang's, in a module that was changed twice."""
+    """A backend class like SGLang's, in a module that was changed twice."""
     copied = type("DeepseekV4AttnBackend", (DeepseekV4AttnBackend,), dict(vars(DeepseekV4AttnBackend)))
     module = types.ModuleType("deepseek_v4_backend")
     module.DeepseekV4AttnBackend = copied  # type: ignore[attr-defined]
@@ -196,14 +196,14 @@ def test_deepseek_v4_computes_the_real_heads(heads: int, extra: bool, v4_backend
         assert out.shape == call.q.shape, "SGLang copies padded heads"
         call.check(out)
     assert backend.asked == [] and set(said) == {f"DeepSeek-V4 decoding of {heads} heads runs on mla_fp8_decode"}
-    layer.tp_q_head_num = 3  # of this call
+    layer.tp_q_head_num = 3  # for this call
     few = backend.forward(call.q, None, None, layer, None, 4, attn_sink=call.case.s_aux)
     assert torch.equal(few[:, :3], out[:, :3])
     assert said[-1] == "DeepSeek-V4 decoding of 3 heads runs on mla_fp8_decode"
 
 
 def test_deepseek_v4_without_a_known_layer_computes_all_heads(v4_backend: Any, said: list[str]) -> None:
-    """As where SGLang has another order of arguments: the heads that q has hold the real ones."""
+    """SGLang may have another order of arguments. Then the first heads of q include the real ones."""
     call = v4_call(16)
     backend = v4_backend(call.case)
     out = backend.forward(call.q, None, None, None, None, compress_ratio=4, attn_sink=call.case.s_aux)
@@ -223,7 +223,7 @@ def test_deepseek_v4_over_other_rows_stays_with_flash_mla(v4_backend: Any, said:
 
 
 def test_a_backend_without_flash_mla_is_called_as_it_is(v4_backend: Any) -> None:
-    """On other GPUs than NVIDIA's the constructor makes no such attribute."""
+    """On GPUs that are not NVIDIA's the constructor makes no such attribute."""
     backend = v4_backend(v4_call(16).case)
     del backend._flash_mla_with_kvcache
     layer = types.SimpleNamespace(tp_q_head_num=16)
@@ -349,7 +349,7 @@ def test_latent_attention_has_no_such_backend(sglang: types.SimpleNamespace) -> 
 
 
 def test_pages_agree_with_rows_of_a_contiguous_cache(sglang: types.SimpleNamespace) -> None:
-    """The oracle above against the op over the same tokens without pages."""
+    """The oracle above must agree with the operator over the same tokens without pages."""
     case = Case(sglang)
     case.decode()
     slots = (case.table[0, :3].long().unsqueeze(1) * 16 + torch.arange(16, device="cpu")).reshape(1, -1)[:, :33]
@@ -422,11 +422,11 @@ NAMES = {
     ),
     "srt/model_executor/forward_batch_info.py": ("out_cache_loc", "spec_info", "_attn_output"),
 }  # fmt: skip
-"""What each file assigns or declares."""
+"""Names that each file assigns or declares."""
 
 
 def functions(tree: ast.Module) -> dict[str, tuple[str, ...]]:
-    """Arguments of each function of a module and of its classes, by name; those after * included."""
+    """Names of the arguments of each function of a module and of its classes, also those after *."""
     owners = [("", tree), *((f"{node.name}.", node) for node in tree.body if isinstance(node, ast.ClassDef))]
     return {
         f"{prefix}{node.name}": tuple(a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs))
@@ -437,7 +437,7 @@ def functions(tree: ast.Module) -> dict[str, tuple[str, ...]]:
 
 
 def assigned(tree: ast.Module) -> set[str]:
-    """Everything that a module assigns or declares, as it is written."""
+    """Everything that a module assigns or declares, as source text."""
     found = set()
     for node in ast.walk(tree):
         targets = (
@@ -448,7 +448,7 @@ def assigned(tree: ast.Module) -> set[str]:
 
 
 def moved(package: Path) -> list[str]:
-    """In words, each name or argument of SGLang that is not where the plugin looks for it."""
+    """Descriptions of names or arguments of SGLang that are not where the plugin looks for them."""
     trees = {
         file: ast.parse((package / file).read_text(encoding="utf-8"))
         for file in {*NAMES, *(file for file, _ in ARGUMENTS)}
@@ -467,7 +467,7 @@ def moved(package: Path) -> list[str]:
 
 
 def installed_package() -> Path:
-    """The folder of an installed SGLang; the test is skipped where there is none."""
+    """The folder of an installed SGLang; without one the test is skipped."""
     found = importlib.util.find_spec("sglang")
     folders = [Path(place) for place in (found.submodule_search_locations or ())] if found is not None else []
     if not folders or not (folders[0] / "srt").is_dir():
@@ -484,7 +484,7 @@ def test_an_installed_sglang_has_what_the_plugin_reads() -> None:
 @pytest.mark.parametrize("extra", [True, False], ids=["compressed", "window"])
 @pytest.mark.parametrize("heads", REAL_HEADS)
 def test_an_installed_sglangs_own_method_computes_the_real_heads(heads: int, extra: bool, said: list[str]) -> None:
-    """`_forward_attention` as it is in the source, without its module, which needs packages for a GPU."""
+    """`_forward_attention` is taken from the source without its module, which needs packages for a GPU."""
     text = (installed_package() / f"{ATTENTION}/deepseek_v4_backend.py").read_text(encoding="utf-8")
     (cls,) = [
         n for n in ast.parse(text).body if isinstance(n, ast.ClassDef) and n.name == DeepseekV4AttnBackend.__name__

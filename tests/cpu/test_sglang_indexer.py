@@ -1,4 +1,4 @@
-"""SGLang's sparse indexer with `index_decode` in it, and its choice of slots with `index_topk`, on stand-ins.
+"""SGLang's sparse indexer with `index_decode`, and its choice of slots with `index_topk`, on stand-ins.
 
 One test compares with the method of an installed SGLang, whose kernels plain torch replaces.
 """
@@ -41,7 +41,7 @@ def test_slots_of_each_query(counts: list[int], heads: int, said: list[str]) -> 
 
 
 def test_a_request_reads_its_keys_once(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries of one request are one row of `index_decode`, if all requests have as many, of up to eight."""
+    """If all requests have the same number of queries, up to eight, each request is one row of `index_decode`."""
     asked: list[Any] = []
     original = sglang_indexer.index_decode
 
@@ -125,7 +125,7 @@ def changed(original: Callable[..., Any]) -> Any:
 
 
 def rows() -> list[Any]:
-    """Arguments as SGLang passes them, by position: rows of logits are 1,024 bytes apart."""
+    """Positional arguments as SGLang passes them; rows of logits are 1,024 bytes apart."""
     logits = torch.full((6, 512), torch.nan)[:, :300]
     logits.copy_(logits_of("integers", 6, 300))
     lengths = torch.tensor([300, 7, 128, 0, 200, 64], dtype=torch.int32)
@@ -178,7 +178,7 @@ def test_the_indexer_is_changed_if_asked_for(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("counts", [[1, 1, 1], [3, 3, 3]], ids=["decoding", "verification"])
 def test_an_installed_sglangs_own_method_chooses_the_same(counts: list[int], said: list[str]) -> None:
-    """`_get_topk_paged` as it is in the source, with the reference's logits and choice in the place of its kernels."""
+    """`_get_topk_paged` is taken from the source; the reference's logits and choice replace its kernels."""
     text = (installed_package() / f"{ATTENTION}/dsa/dsa_indexer.py").read_text(encoding="utf-8")
     (cls,) = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == "Indexer"]
     (method,) = [node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == "_get_topk_paged"]

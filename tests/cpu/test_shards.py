@@ -1,4 +1,4 @@
-"""Which rank keeps which token: against lists made in plain Python; and shards of one process merged are the whole."""
+"""Which rank keeps which token, against lists made in plain Python; merged shards of one process equal the whole."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -61,7 +61,7 @@ def test_the_longest_context() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"s_q": 2}, {"s_q": 2, "causal": False}], ids=str)
 def test_lengths_of_int64_beyond_int32(options: dict[str, Any]) -> None:
-    """A share that int32 does not hold is the largest that it does, never a wrapped one."""
+    """A share beyond int32 becomes the largest int32 and does not wrap."""
     lengths = [2**31 - 1, 2**31, 2**32 + 7, 2**33, 2**62, 2**63 - 1]
     for world_size, interleave in [(1, 1), (2, 1), (4, 64), (8, 2**59)]:
         for rank in range(world_size):
@@ -108,7 +108,7 @@ def test_slots(world_size: int, interleave: int) -> None:
 
 
 def test_slots_of_one_whole_cache() -> None:
-    """Without a table numbers are slots of a cache whose pages hold tokens of every rank."""
+    """Without a table, numbers are slots of a cache whose pages hold tokens of every rank."""
     who = {"rank": 1, "world_size": 2, "interleave": 2}
     whole = ints([page * 8 + offset for page in range(3) for offset in range(8)])  # pages of 2 x 4
     expected = [page * 4 + i for page in range(3) for i in (-1, -1, 0, 1, -1, -1, 2, 3)]
@@ -164,7 +164,7 @@ def _limit(limit: torch.Tensor | None, row: int, query: int) -> int:
 
 
 def test_slots_that_int32_cannot_name_are_dropped() -> None:
-    """They would come out as other slots."""
+    """Wrapped to int32, they would be other slots."""
     table = ints([[2**31 - 1, 1]])
     own, counts = shard_indices(ints([[[0, 64, 1]]]), table, 64, rank=0, world_size=1)
     assert own.tolist() == [[[64, -1, -1]]] and counts.tolist() == [[1]]
@@ -204,7 +204,7 @@ def all_shards(device: str = "cpu") -> list[torch.Tensor]:
 
 
 def test_no_value_is_read_on_the_host() -> None:
-    """Fake tensors have no values: reading one raises. So nothing synchronizes, and a graph captures it."""
+    """Fake tensors have no values: reading one raises. Without reads nothing synchronizes, and graphs can capture."""
     shapes = [t.shape for t in all_shards()]
     with FakeTensorMode():
         assert [t.shape for t in all_shards()] == shapes
@@ -226,7 +226,7 @@ def test_torch_defaults_change_nothing() -> None:
 
 @pytest.mark.parametrize("interleave", [8, 16, 1024])
 def test_pages_of_one_cache_shared_out(interleave: int) -> None:
-    """Every rank's table over the same pages, decoded one after the other and merged: the whole."""
+    """Every rank's table over the same pages, decoded one after the other and merged, must give the whole."""
     case = dense_case(seqlens=[0, 5, 77, 130], h_q=8, page_size=8, sink="finite", seed=3)
     whole = case.arguments()
     assert case.block_table is not None and case.cache_seqlens is not None
@@ -245,7 +245,7 @@ def test_pages_of_one_cache_shared_out(interleave: int) -> None:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A group of this process."""
+    """A group of this process alone."""
     store = tmp_path_factory.mktemp("alone") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     yield
@@ -318,7 +318,7 @@ def test_other_callables(alone: None) -> None:
 
 
 def test_a_partial_is_the_same_call(alone: None) -> None:
-    """Its sinks are applied once, like those of a plain call."""
+    """A partial's sinks are applied once, like those of a plain call."""
     from functools import partial
 
     call = {**mla_call(), "s_aux": torch.zeros(8)}
@@ -372,7 +372,7 @@ def test_it_traces(alone: None) -> None:
 
 
 def test_rows_carry_a_word_of_their_call() -> None:
-    """All of a row is written that is sent, and calls that differ have other words; what a GPU does then, it tests."""
+    """Every byte of a row that is sent is written, and different calls have different words. tests/gpu tests GPUs."""
     cpu = torch.device("cpu")
 
     def word(shape: tuple[int, ...] = (2, 1, 8), d: int = 64, dtype: torch.dtype = torch.bfloat16, *call: int) -> int:

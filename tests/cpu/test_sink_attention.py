@@ -1,4 +1,4 @@
-"""`sink_attention` as torch sees it: values, gradients, compiling, autocast, checkpointing, and the way to a launch."""
+"""`sink_attention` in torch: values, gradients, compiling, autocast, checkpointing, and what leads to a launch."""
 
 import itertools
 import math
@@ -31,7 +31,7 @@ def fresh() -> Iterator[None]:
 def inputs(
     *shape_q: int, s_k: int = 9, h_kv: int = 2, dtype: torch.dtype = torch.bfloat16, seed: int = 0, grad: bool = True
 ) -> dict[str, Any]:
-    """Leaves."""
+    """Arguments whose tensors are leaves of autograd."""
     gen = generator(seed)
     *batch, _, h_q, d = shape_q = shape_q or (2, 5, 4, 64)
     q = torch.randn(shape_q, generator=gen).to(dtype)
@@ -63,7 +63,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 EVERY = pytest.mark.parametrize(("tensors", "options"), CALLS.values(), ids=CALLS)
 UNLIKE = ["not causal", "no sink", "packed, window", "no keys"]
 TRACED = pytest.mark.parametrize(("tensors", "options"), [CALLS[name] for name in UNLIKE], ids=UNLIKE)
-"""Calls whose graphs differ: in numbers, in which tensors there are, in sizes of 0."""
+"""Calls with different graphs: other numbers, other tensors given, sizes of 0."""
 
 
 def gradients(out: torch.Tensor, tensors: dict[str, Any], dout: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
@@ -118,7 +118,7 @@ def test_without_gradients_it_is_the_same_and_not_recorded(tensors, options):
 
 
 def test_any_strides():
-    """Heads before tokens as transformers has them, parts of a fused projection, and rows apart."""
+    """Transformers has heads before tokens; other inputs are parts of a fused projection, or have rows far apart."""
     plain = inputs(grad=False)
     gen, expected = generator(1), sink_attention(**plain)
     heads_first = {name: plain[name].transpose(1, 2).contiguous().transpose(1, 2) for name in TENSORS[:3]}
@@ -134,7 +134,7 @@ def test_any_strides():
 
 
 def test_expanded_gradients_and_keys():
-    """A sum's gradient has strides of 0, and keys may be one head for all, expanded."""
+    """The gradient of a sum has strides of 0, and one head of keys may be expanded to all heads."""
     tensors = inputs()
     one = tensors["k"].detach()[:, :, :1].requires_grad_()
     out: Any = sink_attention(tensors["q"], one.expand(-1, -1, 4, -1), one.expand(-1, -1, 4, -1))
@@ -197,9 +197,9 @@ def test_compiles_for_sizes_that_change():
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype, compiles):
-    """Q, k, v are cast to its dtype, the sink is float32 whatever it was, and gradients come back in the leaves' types.
+    """q, k and v are cast to autocast's dtype, the sink is always float32, and gradients have the dtypes of the leaves.
 
-    The sink has more digits than the dtype, so that it would show if it were cast as well.
+    The sink has more digits than that dtype, so that a cast would show.
     """
     tensors: dict[str, Any] = {name: t.detach().float().requires_grad_() for name, t in inputs().items()}
     attend = torch.compile(sink_attention, fullgraph=True, backend="aot_eager") if compiles else sink_attention
@@ -252,7 +252,7 @@ def test_activation_checkpointing(reentrant, monkeypatch):
         t.grad = None
     out.backward(
         torch.randn(out.shape, generator=generator(50)).to(out.dtype)
-    )  # the reentrant kind has no autograd.grad
+    )  # reentrant checkpoints do not support autograd.grad
     assert runs == [1, 1]
     require_same((out, *(t.grad for t in tensors.values())), (expected, *wanted))
 
@@ -270,7 +270,7 @@ def test_operators_are_registered_as_torch_wants_it(tensors, options):
 
 
 def test_operators_check_what_they_get():
-    """The operators can be called directly; a compiled graph does it."""
+    """The operators can be called directly; a compiled graph does so."""
     tensors = inputs(grad=False)
     rest = (None, None, True, None, None, False)
     out, lse = OPS.sink_attention(*tensors.values(), *rest, False)
@@ -295,7 +295,7 @@ def elsewhere(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def backward(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: Any) -> Gradients:
-    """The gradients by way of a GPU's launches, over tensors of a CPU."""
+    """The gradients that a GPU's launches would compute, over tensors of a CPU."""
     given = {name: call[name] for name in BACKWARD.names if name in call}
     given["q"] = given["q"].as_subclass(OnGpu)
     with pytest.MonkeyPatch.context() as patched:
@@ -309,7 +309,7 @@ launchable = op._launchable
 
 
 class Launches:
-    """Stands for the kernels: records its arguments, and returns results of the reference."""
+    """Stands for the kernels: records its arguments and returns the reference's results."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.requests: list[Request] = []
@@ -377,7 +377,7 @@ def test_launches_get_what_they_need_and_nothing_more(tensors, options, launches
 
 
 def test_launches_get_rows_that_can_be_copied(launches):
-    """Expanded or misaligned tensors are copied; others are not."""
+    """Expanded or misaligned tensors are copied, others are not."""
     tensors = inputs(grad=False)
     one = tensors["k"][:, :, :1]
     k, v = one.expand(-1, -1, 4, -1), strided(tensors["v"][:, :, :1].expand(-1, -1, 4, -1))
@@ -461,7 +461,7 @@ def test_torch_can_ask_for_deterministic_gradients(asked, everywhere, monkeypatc
 
 
 def test_lengths_are_read_once(monkeypatch):
-    """Reading waits for the GPU; all layers of a model share their lengths."""
+    """Reading waits for the GPU, and all layers of a model share their lengths."""
     arguments = packed()
     reads = []
     tolist = torch.Tensor.tolist
@@ -484,7 +484,7 @@ def test_lengths_are_read_once(monkeypatch):
 
 
 def padded(grad: bool = False, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A packed call, and the same with three more rows of q and two of k and v that hold NaN."""
+    """A packed call, and a copy with three more rows of q and two of k and v that hold NaN."""
     call = packed(grad=grad, **options)
     more = {
         name: torch.cat([call[name].detach(), torch.full((rows, *call[name].shape[1:]), NAN).bfloat16()])
@@ -512,7 +512,7 @@ def test_rows_past_the_last_sequence_are_padding(compiles: bool, longest: int | 
 def test_gradients_of_padding_rows_are_0(
     options: dict[str, Any], deterministic: bool, longest: int | None, launches: Launches
 ) -> None:
-    """Whatever those rows of inputs and of the output's gradient hold; on the way to a launch too."""
+    """Padding rows of the inputs and of the output's gradient may hold anything, also on the way to a launch."""
     call, longer = padded(grad=True)
     longer["max_seqlen_q"] = longest
     dout = torch.randn(11, 4, 64, generator=generator(7)).bfloat16()
@@ -546,7 +546,7 @@ def test_all_tokens_may_be_padding(borders: list[int], grad: bool, launches: Lau
 
 
 def test_the_host_does_not_read_what_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU; a CPU waits for nobody, and checks."""
+    """Reading would wait for a GPU. A CPU waits for nobody, so there the lengths are checked."""
     call, longer = padded()
     read: list[str] = []
     monkeypatch.setattr(op, "_check_lengths", lambda name, *rest: read.append(name))

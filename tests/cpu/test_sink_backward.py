@@ -1,4 +1,4 @@
-"""`sink_attention_backward`: gradients from the out and lse that it is given, so that parts of keys add up."""
+"""`sink_attention_backward` computes gradients from a given out and lse, so that parts of the keys add up."""
 
 import math
 from typing import Any
@@ -74,7 +74,7 @@ def wide(s: int = 12, seed: int = 0) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("folded", [False, True])
 def test_parts_of_the_keys_add_up(folded):
-    """The last queries of a ring's step: earlier keys are seen whole, their own causally. Sinks count once."""
+    """In the last step of a ring, queries see earlier keys whole and their own causally. Sinks count once."""
     q, k, v, s_aux, dout = wide()
     own = slice(8, 12)
     expected = reference_gradients(dout[:, own], q[:, own], k, v, s_aux)
@@ -97,7 +97,7 @@ def test_parts_of_the_keys_add_up(folded):
 
 
 def test_parts_of_the_keys_add_up_in_the_operator():
-    """The same over bfloat16: the sum of two parts, each rounded, is within two roundings of the whole."""
+    """In bfloat16 the sum of two rounded parts is within two roundings of the whole."""
     case = sink_case([(32, 96)], padded=False, device="cpu")
     out, lse = sink_attention(**case.arguments(), return_lse=True)
     options = {"s_aux": case.s_aux, "softmax_scale": case.softmax_scale}
@@ -116,7 +116,7 @@ def test_parts_of_the_keys_add_up_in_the_operator():
 
 
 def test_the_lse_is_the_one_given():
-    """With log 2 more in lse all weights halve, and so does dv. Nothing changes where lse is computed again."""
+    """With lse larger by log 2, weights and dv halve. Nothing would change if lse were computed again."""
     case = sink_case([(9, 9)], sinks="absent", device="cpu")
     dv = call(case)[2]
     halved = call(case, lse=SinkExpectation.of(case).lse.float() + math.log(2))[2]
@@ -132,7 +132,7 @@ def test_delta_stands_for_out():
 
 
 def test_a_loss_of_lse_by_delta():
-    """Gradients of a loss of out and of the lse with the sink in it, against autograd."""
+    """Gradients of a loss of out and of the lse with the sink must agree with autograd."""
     q, k, v, s_aux, dout = wide(seed=1)
     dlse = torch.randn(1, 12, 4, generator=generator(2), dtype=torch.float64)
     leaves = [t.requires_grad_() for t in (q, k, v, s_aux)]
@@ -155,7 +155,7 @@ def test_a_loss_of_lse_by_delta():
 
 @pytest.mark.parametrize("value", [-math.inf, math.inf])
 def test_queries_with_an_infinite_lse_have_no_gradient(value):
-    """+inf is what a folded sink of +inf leaves."""
+    """A sink of +inf that is folded into lse leaves +inf."""
     case = sink_case([(9, 9)], padded=False, sinks="absent", device="cpu")
     out, lse = sink_attention(**case.arguments(), return_lse=True)
     lse[:, 3] = value

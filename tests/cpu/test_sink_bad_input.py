@@ -1,6 +1,6 @@
-"""Bad input to `sink_attention`: what tests/kit/bad_input_gqa.py lacks, and all its tables with gradients.
+"""Bad input to `sink_attention` that tests/kit/bad_input_gqa.py lacks, and all of its tables with gradients.
 
-The ways to the checks differ with gradients and without.
+With gradients a call reaches the checks in another way.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ WRONG = [(name, label) for name in NAMES for label in TABLES[name].wrong("cpu")]
 
 
 def want_gradients(arguments: dict[str, Any]) -> None:
-    """Of all that can have them."""
+    """Makes every tensor of a call that can have a gradient require one."""
     for t in (arguments.get(name) for name in ("q", "k", "v", "s_aux")):
         if isinstance(t, torch.Tensor) and t.is_floating_point() and t.is_leaf and t.itemsize > 1:
             t.requires_grad_()
@@ -55,7 +55,7 @@ def test_head_dimensions(d):
 
 
 def test_more_tokens_than_32_bits_can_tell_apart():
-    """Expanded, so that they take no memory."""
+    """The tensors are expanded, so that they take no memory."""
     long = zeros("cpu", 1, 1, 1, D).expand(1, 2**30, 1, D)
     one = zeros("cpu", 1, 1, 1, D)
     require_error({"q": long, "k": one, "v": one}, "q")
@@ -69,7 +69,7 @@ def test_codes_are_sent_to_the_kernel_that_reads_them():
 
 
 def test_lengths_that_change_are_looked_at_again():
-    """They are read once for each change: a second call with the same tensor, then one with it broken in place."""
+    """Lengths are read once per change: a second call uses the same tensor, the third has it broken in place."""
     arguments = sink_packed_call("cpu")
     sink_attention(**arguments)
     sink_attention(**arguments)

@@ -1,4 +1,4 @@
-"""Arguments that launches of sink attention pass to kernels; stand-ins for kernels run the reference. No GPU."""
+"""Arguments that launches of sink attention pass to kernels. Stand-ins for kernels run the reference."""
 
 import ctypes
 import math
@@ -64,7 +64,7 @@ class Kernels:
             self.write(target, result, cu_q)
 
     def write(self, target: torch.Tensor, result: torch.Tensor, cu_seqlens: torch.Tensor | None) -> None:
-        """Rows of sequences alone, as kernels do."""
+        """Writes only the rows of sequences, as kernels do."""
         rows = slice(None if cu_seqlens is None else int(cu_seqlens[-1]))
         target[rows] = result[rows].to(target.dtype)
 
@@ -147,7 +147,7 @@ def request_of(case: SinkCase, deterministic: bool = False) -> Request:
 
 
 def run(case: SinkCase, deterministic: bool = False, delta: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-    """out, lse and gradients of the launches, into poison."""
+    """The launches' out, lse and gradients, written into poison."""
     request = request_of(case, deterministic)
     out = torch.full_like(case.q, math.nan, memory_format=torch.contiguous_format)
     lse = torch.full(case.q.shape[:-1], math.nan)
@@ -194,7 +194,7 @@ def test_a_delta_that_is_given_reaches_the_kernel(options, deterministic, kernel
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("d", [64, 128])
 def test_rows_past_the_last_sequence_are_filled(d, deterministic, lengths, kernels):
-    """Results are poison before: kernels write rows of sequences, and the launch that makes their list the others."""
+    """Results are poison before. Kernels write rows of sequences; the launch that makes their list fills the others."""
     case = sink_case(lengths, d=d, packed=True, device="cpu")
     tokens_q, tokens_k = case.q.shape[0], case.k.shape[0]
     for name, rows in (("q", 5), ("k", 3), ("v", 3), ("d_out", 5)):
@@ -252,7 +252,7 @@ def test_more_heads_than_constants(kernels, monkeypatch):
 
 
 def test_every_variant_of_bfloat16_is_shipped(kernels):
-    """So that tests compile them: the union over all masks."""
+    """Tests compile shipped kernels only; together the masks need these."""
     for d in (64, 128):
         for packed in (False, True):
             for window in (None, 64, 600):

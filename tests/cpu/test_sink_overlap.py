@@ -1,4 +1,4 @@
-"""The order of instructions that makes the forward of sink attention fast; ptxas decides it. No GPU needed."""
+"""The order of instructions that makes the forward of sink attention fast, which ptxas decides. No GPU is needed."""
 
 import itertools
 

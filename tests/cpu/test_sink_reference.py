@@ -1,4 +1,4 @@
-"""The oracle of `sink_attention`: against a loop, against gpt-oss of transformers, and by hand."""
+"""The oracle of `sink_attention` against a loop, against transformers' gpt-oss, and by hand."""
 
 import math
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ def inputs(
     sink: str = "finite",
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Arguments in float64. All sequences of a batch that is not packed have the first lengths."""
+    """Arguments in float64. In a batch that is not packed, all sequences have the first lengths."""
     gen = generator(seed)
     shape_q: tuple[int, ...] = (2, lengths[0][0])
     shape_k: tuple[int, ...] = (2, lengths[0][1])
@@ -61,7 +61,7 @@ def inputs(
 
 
 def loop(q: Any, k: Any, v: Any, s_aux: Any, window: int | None, causal: bool, scale: float | None) -> Any:
-    """One sequence, query and head at a time, as the documentation says; autograd differentiates it."""
+    """Attention of one sequence, query and head at a time, as the documentation says; autograd differentiates it."""
     s_q, h_q, d = q.shape
     s_k, h_kv, _ = k.shape
     scale = 1 / math.sqrt(d) if scale is None else scale
@@ -100,7 +100,6 @@ def looped(arguments: dict[str, Any], **options: Any) -> Any:
 
 
 def require_equal(arguments: dict[str, Any], *, window: Any = None, causal: bool = True, scale: Any = None) -> None:
-    """Forward and backward."""
     leaves = {name: arguments[name].clone().requires_grad_() for name in TENSORS if arguments[name] is not None}
     expected, expected_lse = looped({**arguments, **leaves}, window=window, causal=causal, scale=scale)
     options = {"window": window, "causal": causal, "softmax_scale": scale}
@@ -130,7 +129,7 @@ def test_against_the_loop(seed):
 
 
 def test_blocks_of_queries_give_the_same(monkeypatch):
-    """One query a block, as for long sequences."""
+    """A block is one query, as for long sequences."""
     monkeypatch.setattr(reference, "ELEMENTS_PER_CHUNK", 1)
     require_equal(inputs(((5, 9),)), window=4)
     require_equal(inputs(((9, 5),)), causal=False)
@@ -144,7 +143,7 @@ def test_blocks_of_queries_give_the_same(monkeypatch):
 @pytest.mark.parametrize(("s_q", "s_k"), [(12, 12), (5, 12), (1, 12)])
 @pytest.mark.parametrize("window", [None, 4])
 def test_against_gpt_oss(window, s_q, s_k, sink):
-    """Its eager attention and its masks, in float64, gradients by autograd. Chunked prefill has their last rows."""
+    """Transformers' eager attention and masks run in float64 with autograd. Chunked prefill has the last mask rows."""
     modeling = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
     masking = pytest.importorskip("transformers.masking_utils")
     config = modeling.GptOssConfig(sliding_window=window or 1)
@@ -174,7 +173,7 @@ def test_against_gpt_oss(window, s_q, s_k, sink):
 
 
 def numbered(s_q: int, s_k: int) -> dict[str, Any]:
-    """Keys with logit 0; channel k of the value is 1 for key k and 0 for others."""
+    """Keys with logit 0. Channel k of the value is 1 for key k and 0 for others."""
     return {"q": torch.ones(1, s_q, 1, 8), "k": torch.zeros(1, s_k, 1, 8), "v": torch.eye(s_k, 8).view(1, s_k, 1, 8)}
 
 
@@ -199,7 +198,7 @@ def test_queries_without_keys(sink):
     out, lse = reference_sink_attention(**arguments)
     assert (out[:, :4] == 0).all() and (lse[:, :4] == -INF).all()
     assert lse[:, 4:].isfinite().all()
-    dout = torch.full_like(out, NAN)  # whatever comes for them: nothing follows
+    dout = torch.full_like(out, NAN)  # whatever comes for them has no effect
     dout[:, 4:] = 1
     dq, dk, dv, ds_aux = reference_gradients(dout, **arguments)
     assert (dq[:, :4] == 0).all()
@@ -210,7 +209,7 @@ def test_queries_without_keys(sink):
 
 
 def test_nan_stays_where_it_is_seen():
-    """In a key: with the queries that see it. In a query or its gradient: with the keys that it sees."""
+    """A NaN in a key stays with the queries that see it; one in a query or its gradient with the keys that it sees."""
     arguments = inputs(((6, 6), (5, 5)), packed=True)
     clean, clean_lse = reference_sink_attention(**arguments, window=3)
     for name in ("k", "v"):

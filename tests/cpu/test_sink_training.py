@@ -1,6 +1,6 @@
-"""A small gpt-oss model learns with `sink_attention` what it learns with eager attention of transformers.
+"""A small gpt-oss model learns with `sink_attention` what it learns with eager attention, and wrong attention shows.
 
-Wrong attention is found. See `tests.kit.gpt_oss` for the measure.
+`tests.kit.gpt_oss` describes the measure.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Views of packed sequences that TMA reads and writes through: addresses, edges, and what they span. No GPU."""
+"""Views of packed sequences that TMA reads and writes through: addresses, edges, and their memory."""
 
 import itertools
 
@@ -11,7 +11,7 @@ BOX = 192  # rows of the largest tile
 
 
 def address(place: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Bytes from the beginning of the view, as a sum of 64 bits gives them."""
+    """Bytes from the beginning of the view, summed in 64 bits."""
     return sum(c * s for c, s in zip(place, strides, strict=True)) * WIDTH % 2**64
 
 
@@ -20,7 +20,7 @@ def address(place: tuple[int, ...], strides: tuple[int, ...]) -> int:
     "lengths", [[1], [64], [0, 3, 0], [1, 130, 0, 257, 64, 3, 191], [2**30 - 1], [2**29, 5, 2**29 - 7]]
 )
 def test_rows_of_a_sequence_are_those_of_the_tensor_and_no_others(lengths, row):
-    """The view begins with the tensor: TMA reads there where it fills with zeros, so there has to be memory."""
+    """TMA reads from the beginning of the view even where it fills with zeros, so memory must exist there."""
     sizes, strides = views.packed_modes(sum(lengths), row)
     for length, end in zip(lengths, itertools.accumulate(lengths), strict=True):
         first, outer = views.origin(True, length, end - length, 0)

@@ -1,4 +1,4 @@
-"""A specification that no kernel can be built from says why. Those that ship are held to theirs where they compile."""
+"""A spec that no kernel can be built from says why. Shipped specs are checked where they compile."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Context parallelism over symmetric memory, without a GPU: what is chosen and refused, and the order in the code."""
+"""Context parallelism over symmetric memory, without a GPU: what is chosen and refused, and the order of the code."""
 
 import ctypes
 import functools
@@ -27,7 +27,7 @@ class Group:
 
 
 class Ranks:
-    """Rank 1 of a group that never meets: buffers are made without memory."""
+    """Rank 1 of a group that never meets: its buffers have no memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, world_size: int = 4) -> None:
         self.group: Any = Group()
@@ -46,7 +46,7 @@ class Ranks:
             shared.buffers.append(SimpleNamespace(memory=memory, failure=lambda: self.failure))
 
     def buffer(self, how: str | None, queries: int = 1, heads: str = "gather", device: torch.device = GPU) -> Any:
-        """What a call with 128 heads of 512 bfloat16 gets: bytes of half its buffer, or None."""
+        """Half the bytes of the buffer that a call with 128 heads of 512 bfloat16 gets, or None."""
         on_meta = Rows.empty((queries, 1, 128), 512, torch.bfloat16, torch.device("meta"))
         rows: Any = SimpleNamespace(bytes=SimpleNamespace(device=device), out=on_meta.out, lse=on_meta.lse)
         found = symmetric.peer_buffer(how, self.member, rows, Target(heads, None, None, None))
@@ -59,7 +59,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
 
 
 MOST = HALF // (4 * 128 * 1040)
-"""Query tokens that four ranks have room for."""
+"""The most query tokens that four ranks have room for."""
 
 
 def test_the_first_call_makes_the_buffer_of_all_others(ranks: Ranks) -> None:
@@ -89,7 +89,7 @@ def test_symmetric_makes_room_and_keeps_what_graphs_hold(ranks: Ranks) -> None:
 
 
 def test_needs_that_grow_step_by_step_share_few_buffers(ranks: Ranks) -> None:
-    """Graphs hold addresses, so each buffer is kept: all together are less than twice the largest."""
+    """Graphs hold addresses, so every buffer is kept. All together are less than twice the largest."""
     for queries in range(MOST, MOST + 200):
         assert ranks.buffer("symmetric", queries) >= needed_bytes(128 * queries, 512, torch.bfloat16, 4)
     assert ranks.made == [HALF << n for n in range(len(ranks.made))] and len(ranks.made) == 4
@@ -163,13 +163,13 @@ def test_a_report_names_the_rank_and_the_timeout() -> None:
 
 
 class Streams:
-    """Streams of a card that is not there, and which of them waited for which."""
+    """Streams of a card that does not exist, and which of them waited for which."""
 
     def __init__(self) -> None:
         self.now = 0
         self.capturing = False
         self.waits: list[tuple[int, int | None, int]] = []
-        """Stream, the one whose event it waits for, thread."""
+        """(stream, the stream whose event it waits for, thread)"""
 
     def current(self, device: torch.device) -> Any:
         number = self.now
@@ -181,7 +181,7 @@ class Streams:
 
 
 class Event:
-    """After a launch on a stream; none before it is recorded."""
+    """An event after a launch on a stream; before it is recorded there is none."""
 
     stream: int | None = None
 
@@ -200,7 +200,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
 
 def test_launches_on_several_streams_follow_each_other(streams: Streams) -> None:
-    """Each waits for the event of the one before; what is captured waits for nothing, and is not waited for."""
+    """A launch waits for the event of the previous one. Captured launches do not wait, and nothing waits for them."""
     order = symmetric._Order(GPU)
     for stream, capturing in ((0, False), (0, False), (1, False), (1, False), (2, True), (0, False), (0, True)):
         streams.now, streams.capturing = stream, capturing
@@ -210,7 +210,7 @@ def test_launches_on_several_streams_follow_each_other(streams: Streams) -> None
 
 
 def test_a_launch_that_fails_is_not_waited_for(streams: Streams) -> None:
-    """And leaves no lock."""
+    """The failed launch must also leave no lock."""
     order = symmetric._Order(GPU)
     with pytest.raises(ValueError, match="out"), order.next():
         raise ValueError("out")
@@ -221,7 +221,7 @@ def test_a_launch_that_fails_is_not_waited_for(streams: Streams) -> None:
 
 
 def test_threads_do_not_share_a_stream_of_one_handle(streams: Streams) -> None:
-    """Of CUDA's default stream of each thread."""
+    """The handle is that of CUDA's default stream of each thread."""
     order = symmetric._Order(GPU)
 
     def launch() -> None:
@@ -359,7 +359,7 @@ def test_what_can_be_merged(shape: tuple[int, ...], dtype: torch.dtype, says: st
 def test_what_the_kernel_is_given(
     leading: tuple[int, ...], heads: int, shift: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every rank's part of the heads for "scatter", all of them for "gather"; in four dimensions."""
+    """For "scatter" it gets every rank's part of the heads, for "gather" all heads, in four dimensions."""
     calls: list[tuple[Any, ...]] = []
     kernel: Callable[..., None] = lambda *arguments: calls.append(arguments)  # noqa: E731
     monkeypatch.setattr(peers_op, "require_sm90", lambda name, device: None)
@@ -387,7 +387,7 @@ def test_what_the_kernel_is_given(
 
 @pytest.mark.parametrize("spec", shipped_specs()[:2], ids=repr)
 def test_flags_are_ordered_at_system_scope(spec: PeerMergeSpec) -> None:
-    """Rows, barrier, fence, flag; then the wait, L1 dropped, barrier, and only then the states."""
+    """The order is rows, barrier, fence, flag; then the wait, L1 dropped, barrier, and only then the states."""
     (lines,) = sass.listings([spec])
 
     def places(*parts: str) -> list[int]:

@@ -1,7 +1,7 @@
-"""No tensor is made without a dtype and a device, read from the source of every module.
+"""Every tensor is made with a dtype and a device, as the source of every module shows.
 
-A process may have another default dtype or device. What a package makes for itself must not follow them: scratch memory
-that silently becomes bfloat16 is half as large as the launch was promised.
+A process may have another default dtype or device, which a package's own tensors must not follow: scratch memory that
+silently becomes bfloat16 is half as large as the launch was promised.
 """
 
 import ast
@@ -16,9 +16,9 @@ FILES = sorted(
     file
     for folder in ("cute_kernels", "fp8_mla", "tests/kit")
     for file in (ROOT / folder).rglob("*.py")
-    if file.name not in ("environments.py", "vllm_load.py")  # what sets defaults of a test, and vLLM's own loader
+    if file.name not in ("environments.py", "vllm_load.py")  # files that set defaults of a test, and vLLM's own loader
 )  # fmt: skip
-# What torch makes from sizes or from Python numbers.
+# functions that make tensors from sizes or from Python numbers
 FACTORIES = frozenset(
     """
     arange as_tensor asarray bartlett_window blackman_window empty empty_permuted empty_quantized empty_strided eye
@@ -27,11 +27,11 @@ FACTORIES = frozenset(
     sparse_csc_tensor sparse_csr_tensor tensor tril_indices triu_indices vander zeros
     """.split()
 )
-# Those of a type: torch.FloatTensor(3) and torch.Tensor(3) follow the default device or dtype.
+# constructors of a type: torch.FloatTensor(3) and torch.Tensor(3) follow the default device or dtype
 LEGACY = frozenset(
     {"Tensor"} | {f"{kind}Tensor" for kind in ("Float", "Double", "Half", "Long", "Int", "Byte", "Bool")}
 )
-# These ask for, or change, what must not matter.
+# functions that read or change a default, which must not matter
 DEFAULTS = frozenset({"get_default_device", "get_default_dtype", "set_default_device", "set_default_dtype"})
 NEEDS = {"dtype", "device"}
 
@@ -43,7 +43,7 @@ def of_torch(node: ast.AST) -> str:
 
 
 def is_number(node: ast.AST) -> bool:
-    """A Python number, as far as the source says so."""
+    """Whether the source shows a Python number."""
     if isinstance(node, ast.Constant):
         return isinstance(node.value, (int, float))
     if isinstance(node, ast.UnaryOp):
@@ -54,7 +54,7 @@ def is_number(node: ast.AST) -> bool:
 
 
 def violations(source: str) -> Iterator[str]:
-    """In words, with its line, each expression whose result follows a default of torch."""
+    """Descriptions, with their lines, of expressions whose result follows a default of torch."""
     tree = ast.parse(source)
     named: set[ast.AST] = set()  # factories whose arguments were looked at
     for node in ast.walk(tree):
@@ -98,7 +98,7 @@ def test_both_packages_are_looked_at() -> None:
 
 
 def test_all_that_follows_the_default_device_is_a_factory() -> None:
-    """It is in a list of its own, under a private name."""
+    """Torch keeps these functions in a private list."""
     from torch.utils._device import _device_constructors
 
     names = {getattr(f, "__name__", "") for f in _device_constructors()}

@@ -1,4 +1,4 @@
-"""The tools that judge the kernels: a comparison must be able to fail, and inputs must be as bad as they say."""
+"""The tools that judge kernels: a comparison must be able to fail, and inputs must be as adversarial as they claim."""
 
 import dataclasses
 import functools
@@ -30,10 +30,10 @@ def judge(case: Any, out: torch.Tensor, lse: torch.Tensor) -> Comparison:
 
 
 def decode_with_exact_keys(case: Any, *, draw: int = 0, factor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """The arithmetic of `mla/kernels`, sparse and without an online softmax: as good as the emulation.
+    """The arithmetic of `mla/kernels`, sparse and without an online softmax, which is as good as the emulation.
 
-    Codes times powers of two stay exact; the rest of a scale, f, is applied in float32: to S in a chain over the
-    tiles, to P before it is rounded to bf16. With a `draw` P of each row is rounded at a size of its own. The output is
+    Codes times powers of two stay exact. The rest of a scale, f, is applied in float32: to S in a chain over the tiles,
+    and to P before it is rounded to bf16. With `draw` P of each row is rounded at its own size. The output is
     multiplied by `factor` before it is rounded.
     """
     gen = generator(draw)
@@ -83,7 +83,7 @@ def test_the_arithmetic_of_the_kernel_passes_on_logits_of_usual_size(scales):
 
 @pytest.mark.parametrize("scales", ["absmax", "power_of_two", "arbitrary"])
 def test_another_draw_of_the_rounding_passes_where_channels_stand_out(scales):
-    """8,000 outlier elements a case: with the emulation's error as the only yardstick, up to 37 of them failed."""
+    """Each case has 8,000 outlier elements. With the emulation's error as the only yardstick, up to 37 failed."""
     draws = 0
     for seed in range(3):
         case = sparse_case(
@@ -101,7 +101,7 @@ def test_another_draw_of_the_rounding_passes_where_channels_stand_out(scales):
 
 @functools.cache
 def case_of_outliers(scales: str) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """A case with what the kernel's arithmetic makes of it, which passes."""
+    """A case and the result of the kernel's arithmetic, which passes."""
     case = sparse_case(batch=40, h_q=8, topk=192, scales=scales, outliers=True, invalid=False, query_size=1.0)
     out, lse = decode_with_exact_keys(case)
     assert judge(case, out, lse)
@@ -109,51 +109,51 @@ def case_of_outliers(scales: str) -> tuple[Any, torch.Tensor, torch.Tensor]:
 
 
 def wrong_scale(case: Any, out: torch.Tensor) -> torch.Tensor:
-    """One outlier channel of one row as if its keys had the next larger power of two."""
+    """Makes one outlier channel of one row use the next larger power of two for its keys."""
     out[7, :, :, 301] *= 2
     return out
 
 
 def wrong_channel(case: Any, out: torch.Tensor) -> torch.Tensor:
-    """1% in the V of an outlier channel."""
+    """Changes V by 1% in an outlier channel."""
     return out * torch.ones(512).index_fill(0, torch.tensor([200]), 1.01)
 
 
 def wrong_ordinary_channel(case: Any, out: torch.Tensor) -> torch.Tensor:
-    """1% in the V of a channel in the group of an outlier, whose error hides it element by element."""
+    """Changes V by 1% in a channel whose group has an outlier, which hides the error of single elements."""
     return out * torch.ones(512).index_fill(0, torch.tensor([302]), 1.01)
 
 
 def dropped_key(case: Any, out: torch.Tensor) -> torch.Tensor:
-    """The last key of every query is left out."""
+    """Leaves out the last key of every query."""
     return decode_with_exact_keys(dataclasses.replace(case, indices=case.indices[:, :, :-1]))[0]
 
 
 def stale_tile(case: Any, out: torch.Tensor) -> torch.Tensor:
-    """Keys 64 to 127 are those of the tile before."""
+    """Replaces keys 64 to 127 by those of the previous tile."""
     indices = case.indices.clone()
     indices[:, :, 64:128] = indices[:, :, :64]
     return decode_with_exact_keys(dataclasses.replace(case, indices=indices))[0]
 
 
 def swapped_channels(case: Any, out: torch.Tensor) -> torch.Tensor:
-    """Two neighbours, one of them an outlier."""
+    """Swaps two neighbouring channels, one of them an outlier."""
     out[..., [500, 501]] = out[..., [501, 500]]
     return out
 
 
 def short_denominator(case: Any, out: torch.Tensor) -> torch.Tensor:
-    """All of the output as if the sum of P lacked 0.12% of it."""
+    """Scales the output as if the sum of P lacked 0.12%."""
     return decode_with_exact_keys(case, factor=1.0012)[0]
 
 
 def long_denominator(case: Any, out: torch.Tensor) -> torch.Tensor:
-    """And as if it had that too much."""
+    """Scales the output as if the sum of P were 0.12% too large."""
     return decode_with_exact_keys(case, factor=0.9988)[0]
 
 
 def noisy_channel(case: Any, out: torch.Tensor) -> torch.Tensor:
-    """P rounded to 6 bits for one outlier channel: errors of the right kind, four times as large."""
+    """Rounds P to 6 bits for one outlier channel: errors of the right kind, four times as large."""
     gen = generator(9)
     noise = bf16_yardstick(**case.arguments()).noise[..., 3]
     out[..., 3] += (4 * noise * torch.randn(noise.shape, generator=gen)).bfloat16()
@@ -197,7 +197,7 @@ def test_a_channel_is_judged_over_all_rows_that_have_keys():
 
 @pytest.mark.parametrize("sink", ["none", "finite"])
 def test_the_noise_is_that_of_rounding_p(sink):
-    """Against its definition, and against many draws of the rounding itself, over scales of 1e-30 to 1e30."""
+    """The noise is compared with its definition and with many draws of the rounding, over scales of 1e-30 to 1e30."""
     case: Any = sparse_case(batch=1, h_q=6, topk=300, invalid=False, scales="mixed", sink=sink, query_size=1.0)
     noise = bf16_yardstick(**case.arguments()).noise[0, 0]
     values = unpack(case.kv_cache.flatten(0, 1)[case.indices[0, 0].long()], torch.float64)
@@ -416,7 +416,7 @@ def test_scales_are_what_their_name_says(scales):
 
 @pytest.mark.parametrize("scales", SCALE_KINDS)
 def test_logits_have_the_size_that_queries_are_made_for(scales):
-    """A rule about the log-sum-exp means something only where scores are neither all equal nor beyond float32."""
+    """A rule about the log-sum-exp means something only if scores are neither all equal nor beyond float32."""
     case = sparse_case(batch=2, h_q=32, topk=1, invalid=False, scales=scales, query_size=1.0)
     _, lse = reference_decode(**case.arguments())
     assert 0.2 < lse.std() < 3

@@ -1,4 +1,4 @@
-"""The tolerance rule passes computations as good as a kernel's, and refuses errors.
+"""The tolerance rule passes computations that are as good as a kernel's, and refuses errors.
 
 `decode_by_warps` and `attend_by_tiles` round where `cute_kernels.gqa` and `cute_kernels.sink` do. Their results come in
 float32, so that an error can be planted before the last rounding.
@@ -16,7 +16,7 @@ from tests.kit.gqa_cases import GqaCase, GqaExpectation, gqa_case
 from tests.kit.mla_cases import generator
 from tests.kit.sink_cases import GAINS, NAMES, SinkCase, SinkExpectation, sink_case
 
-GROWTH = 8.0  # of scores over the maximum that P is relative to, in units of log2
+GROWTH = 8.0  # growth of scores over the maximum that P is relative to, in units of log2
 LOG2_E, LN_2 = 1 / math.log(2), math.log(2)
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 MISTAKES = (1.0012, 0.9988)
@@ -25,10 +25,10 @@ MISTAKES = (1.0012, 0.9988)
 def decode_by_warps(
     case: Any, *, splits: int = 1, dropped: int | None = None, operand: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A BNSH cache with scales of tokens and heads, or of heads, or none; without key `dropped`, where there is one.
+    """Decodes a BNSH cache with scales of tokens and heads, of heads, or none. It skips key `dropped`, if any.
 
-    A warp has 16 keys in 128, a maximum of its own, and adds up in float32. P is rounded to q's dtype, with the scale
-    of a token, if there is one, to bfloat16, or to `operand`; codes are exact.
+    A warp has 16 keys of 128, its own maximum, and float32 sums. P is rounded to q's dtype, or with scales of tokens P
+    times the scale to bfloat16; `operand` overrides both. Codes are exact.
     """
     batch, s_q, h_q, d = case.q.shape
     h_kv = case.k_cache.shape[1]
@@ -70,7 +70,7 @@ def decode_by_warps(
 
 @dataclasses.dataclass
 class State:
-    """Of a warp: the maximum that P is relative to, sum, and values relative to it."""
+    """State of a warp: the maximum that P is relative to, the sum, and values relative to that maximum."""
 
     peak: torch.Tensor
     total: torch.Tensor
@@ -80,7 +80,7 @@ class State:
 def of_warp(
     scores: torch.Tensor, codes: torch.Tensor, v_scale: torch.Tensor | None, operand: torch.dtype, own: torch.Tensor
 ) -> State:
-    """What a warp makes of its own keys, 16 at a time; scores (h_kv, ratio, keys) in units of log2."""
+    """The state of a warp after its own keys, 16 at a time; scores (h_kv, ratio, keys) are in units of log2."""
     peak, total = torch.full(scores.shape[:2], -math.inf), torch.zeros(scores.shape[:2])
     acc = torch.zeros((*scores.shape[:2], codes.shape[-1]))
     for keys in own.split(16):
@@ -96,7 +96,7 @@ def of_warp(
 
 
 def attend_by_tiles(case: SinkCase) -> tuple[torch.Tensor, ...]:
-    """out, lse, dq, dk, dv and ds_aux of one batch; tiles of 64 keys, the last one first."""
+    """`out`, lse, dq, dk, dv and ds_aux of one batch, computed in tiles of 64 keys from the last one."""
     dtype, ratio = case.q.dtype, case.q.shape[2] // case.k.shape[2]
     unit = case.softmax_scale * LOG2_E
 
@@ -150,7 +150,7 @@ LENGTHS: dict[str, list[int]] = {"one": [1] * 5, "few": [1, 2, 3, 17, 2], "some"
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_decode_as_good_as_the_kernel_passes(kind):
-    """Twelve inputs a kind: few keys and many, flat and peaked softmax, more and less than one split."""
+    """Each kind has twelve inputs: few and many keys, flat and peaked softmax, one split and several."""
     for seed, (lengths, values) in enumerate((n, v) for v in ("normal", "channels", "tokens") for n in LENGTHS):
         sizes = {"query_size": (3.0, 1.0, 0.2, 8.0)[seed // 3], "sink": ("none", "finite")[seed % 2]}
         case = bnsh(LENGTHS[lengths], values=values, seed=seed, s_q=1 + seed % 2, **sizes, **KINDS[kind])
@@ -173,19 +173,19 @@ def test_a_gain_of_12_in_10000_is_found(kind):
 
 @pytest.mark.parametrize("kind", [kind for kind, options in KINDS.items() if options["q_dtype"] == FLOAT16])
 def test_a_float16_output_is_held_to_float16(kind):
-    """A factor of 1.012 is less than 2 ulp of bfloat16 in most elements, and 12 in those of float16."""
+    """A factor of 1.012 is less than 2 ulp of bfloat16 in most elements, and 12 ulp of float16."""
     case = bnsh([300, 33, 129, 64, 65], **KINDS[kind])
     expected, (out, lse) = GqaExpectation.of(case), decode_by_warps(case)
     check = expected.check((out * 1.012).half(), lse)
     assert any("elements are beyond" in problem for problem in check.problems), str(check)
-    if kind != "int8, scales of tokens, float16":  # whose P is in bfloat16: that takes more rows
+    if kind != "int8, scales of tokens, float16":  # P is in bfloat16 there, which takes more rows
         assert expected.check((out * MISTAKES[0]).half(), lse).problems
         assert expected.check(out.bfloat16().half(), lse).problems, "rounded to bfloat16 on its way"
 
 
 @pytest.mark.parametrize("kind", ["int8, scales of heads", "fp8, none", "float16"])
 def test_p_in_bfloat16_is_no_float16(kind):
-    """P in bfloat16 is eight times as coarse as a float16 result asks for. Scales of tokens alone excuse it."""
+    """P in bfloat16 is eight times as coarse as a float16 result needs. Only scales of tokens excuse it."""
     case = bnsh([400, 333, 129, 250], **KINDS[kind])
     out, lse = decode_by_warps(case, operand=BFLOAT16)
     assert "elements are beyond" in str(GqaExpectation.of(case).check(out.half(), lse))
@@ -206,7 +206,7 @@ def test_a_log_sum_exp_is_held_to_2e_5():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_key_that_is_missing_is_found(kind):
-    """One of 500, in a softmax of usual size: the log-sum-exp shows it, and the output by itself."""
+    """One key of 500 is missing, in an ordinary softmax. The log-sum-exp shows it, and so does the output by itself."""
     case = bnsh([500, 450], query_size=1.0, **KINDS[kind])
     expected, (out, lse) = GqaExpectation.of(case), decode_by_warps(case, dropped=77)
     problems = expected.check(out.to(case.q.dtype), lse).problems
@@ -214,7 +214,7 @@ def test_a_key_that_is_missing_is_found(kind):
 
 
 def test_heads_that_round_one_key_alike_are_one_draw_of_its_rounding():
-    """Sequences of one key: P is 1 in all 64 heads, and its scale is what is rounded."""
+    """Sequences have one key, so that P is 1 in all 64 heads and the rounding is that of the key's scale."""
     refused = 0
     for seed in range(8):
         case = bnsh([1, 1], h_q=64, h_kv=1, seed=seed)
@@ -249,7 +249,7 @@ SINKS: dict[str, dict[str, Any]] = {
 
 
 def compare_all(case: SinkCase, factor: float = 1.0) -> dict[str, Comparison]:
-    """Of each result; `factor` times what it should be."""
+    """Compares each result, multiplied by `factor`, with its expectation."""
     expected, (out, lse, *gradients) = SinkExpectation.of(case), attend_by_tiles(case)
     checks = {"out": expected.check_forward((out * factor).to(case.q.dtype), lse)}
     for name, measure, found in zip(NAMES, expected.gradients, gradients, strict=True):
@@ -279,7 +279,7 @@ def test_gains_of_attention_and_of_its_gradients_are_found(dtype):
 
 
 def test_a_gain_counts_normal_numbers_alone():
-    """Sinks of 20 to 40 leave outputs of 1e-9, which float16 makes 0: no gain of 0, and not a wrong one."""
+    """Sinks of 20 to 40 leave outputs of 1e-9, which float16 rounds to 0: no gain may be judged on them."""
     case = sink_case([(65, 65)], dtype=FLOAT16, sinks="large", padded=False, device="cpu")
     check = SinkExpectation.of(case).check_forward(attend_by_tiles(case)[0].half())
     assert check and check.gain_err == 0 and check.gain_allowed == math.inf

@@ -1,4 +1,4 @@
-"""`attn_implementation="cute"` and `CuteInt8Cache` in models of transformers: the same tokens as eager attention."""
+"""`attn_implementation="cute"` and `CuteInt8Cache` in models of transformers give the tokens of eager attention."""
 
 import inspect
 import subprocess
@@ -34,7 +34,6 @@ pytestmark = pytest.mark.xdist_group("transformers")  # its small models are tra
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How often the ops were called."""
     ops = [(cute, "gqa_decode"), (cute, "sink_attention"), (transformers_cache, "kv_append")]
     return counted(monkeypatch, *ops)
 
@@ -69,7 +68,7 @@ def test_tokens_are_those_of_eager_attention(
 def test_global_layers_of_gemma_4_decode_on_the_kernels(
     tokens: int, int8: bool, said: list[str], kernels: dict[str, int]
 ) -> None:
-    """Heads of 256 with a window, then heads of 512; longer prompts have no kernel, and each layer says so once."""
+    """Heads are 256 wide with a window, then 512. Longer prompts have no kernel, which each layer reports once."""
     model, ids = tiny_models.trained("gemma4"), tiny_models.sequences(1000 + tokens, 4, tokens)
     expected, _ = generate(model, "eager", ids)
     assert torch.equal(expected, counted_on(ids)), "the model has learned nothing to compare"
@@ -82,7 +81,7 @@ def test_global_layers_of_gemma_4_decode_on_the_kernels(
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt_oss"])
 def test_logits_are_as_exact_as_those_of_eager_attention(name: str, said: list[str]) -> None:
-    """Float32 is the oracle; what bfloat16 costs eager attention is the measure. Prompt, then token by token."""
+    """Float32 is the oracle, and eager attention in bfloat16 the measure, for a prompt and then token by token."""
     exact, rounded = tiny_models.untrained(name).eval(), tiny_models.untrained(name).bfloat16().eval()
     exact.load_state_dict(rounded.state_dict())
     ids = tiny_models.sequences(3, 2, 40)
@@ -122,7 +121,7 @@ def test_gradients_are_as_exact_as_those_of_eager_attention(said: list[str]) -> 
 
 
 def test_turns_of_a_conversation_over_one_int8_cache(said: list[str]) -> None:
-    """A prompt, then 12 tokens at once (all keys dequantized), 5 at once, and one by one."""
+    """A prompt comes first, then 12 tokens at once (all keys dequantized), 5 at once, and one by one."""
     model = tiny_models.trained("gpt_oss")
     ids = tiny_models.sequences(7, 3, 40)
     model.set_attn_implementation("cute")
@@ -164,7 +163,7 @@ def test_int8_costs_what_the_table_says() -> None:
 @pytest.mark.parametrize("int8", [False, True], ids=["bfloat16", "int8"])
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_unequal_prompts_stay_on_the_kernels(name: str, int8: bool, said: list[str], kernels: dict[str, int]) -> None:
-    """Padded on the left, one of them by more than a window: the tokens of eager attention."""
+    """Prompts are padded on the left, one of them by more than a window, and give the tokens of eager attention."""
     model, ids = tiny_models.trained(name), tiny_models.sequences(11, 4, 30)
     mask = torch.ones_like(ids)
     for row, pads in enumerate((6, 0, 25, 1)):
@@ -183,7 +182,7 @@ def test_unequal_prompts_stay_on_the_kernels(name: str, int8: bool, said: list[s
 def test_tokens_over_4_bit_codes_are_those_of_eager_attention(
     name: str, kind: str, lost: float, said: list[str]
 ) -> None:
-    """Also where another attention goes on with the cache, which reads it dequantized."""
+    """Another attention may also continue with the cache, which it reads dequantized."""
     model, ids = tiny_models.trained(name), tiny_models.sequences(77, 4, 30)
     for attention in ("cute", "eager"):
         cache = cute.CuteInt8Cache(model.config, kind=kind)
@@ -197,7 +196,7 @@ def test_tokens_over_4_bit_codes_are_those_of_eager_attention(
 
 
 def test_masks_of_a_step_after_padding() -> None:
-    """The first key of each row, if all its padding comes first; nothing that a window or another mask says is lost."""
+    """The mask is each row's first key if all padding comes first. What a window or another mask hides stays hidden."""
     call: dict[str, Any] = {"q_length": 2, "kv_length": 12, "q_offset": 10, "allow_is_causal_skip": True}
     call |= {"mask_function": masking_utils.causal_mask_function, "batch_size": 3, "dtype": torch.bfloat16}
     visible = torch.ones(3, 12, dtype=torch.bool)
@@ -218,7 +217,7 @@ def test_masks_of_a_step_after_padding() -> None:
 @pytest.mark.parametrize("int8", [False, True], ids=["bfloat16", "int8"])
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_other_padding_runs_in_plain_torch(name: str, int8: bool, said: list[str]) -> None:
-    """Among the tokens, as a conversation has it whose turns were padded."""
+    """Padding lies among the tokens, as in a conversation with padded turns."""
     model, ids = tiny_models.trained(name), tiny_models.sequences(11, 3, 20)
     mask = torch.ones_like(ids)
     mask[0, 3:9] = 0
@@ -231,7 +230,7 @@ def test_other_padding_runs_in_plain_torch(name: str, int8: bool, said: list[str
 
 
 def call(**changes: Any) -> cute._Request:
-    """A call that kernels take, but for what changes."""
+    """A call that kernels take, except for its changes."""
     torch.manual_seed(0)
     s_q, d = changes.pop("s_q", 3), changes.pop("d", 64)
     dtype = changes.pop("dtype", torch.bfloat16)
@@ -335,7 +334,7 @@ WINDOW_OF_4 = {"mask_function": masking_utils.sliding_window_causal_mask_functio
 CHUNKS_OF_4 = {"mask_function": masking_utils.chunked_causal_mask_function(4, torch.zeros(2)), "local_size": 4}
 PADDED = torch.ones(2, 12, dtype=torch.bool)
 PADDED[0, :2] = False
-AMONG = [2, 3, 0, 1, *range(4, 12)]  # so that padding lies among tokens
+AMONG = [2, 3, 0, 1, *range(4, 12)]  # padding lies among tokens
 
 
 @pytest.mark.parametrize("changes", [{}, WINDOW_OF_4, {"attention_mask": torch.ones(2, 12, dtype=torch.bool)}])
@@ -376,7 +375,7 @@ def test_a_cache_says_what_it_needs() -> None:
 
 
 def test_our_layer_has_all_that_layers_have() -> None:
-    """Nothing abstract is left, and no parameter has another name than upstream's."""
+    """No method is abstract, and parameters have upstream's names."""
     assert not getattr(transformers_cache.CuteInt8Layer, "__abstractmethods__", None)
     for base in (cache_utils.CacheLayerMixin, cache_utils.DynamicLayer):
         for name in ("lazy_initialization", "update", "get_mask_sizes", "get_seq_length", "get_max_length", "reset"):

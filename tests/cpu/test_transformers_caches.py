@@ -1,4 +1,4 @@
-"""`CuteInt8Cache` and `CuteMlaCache` in models of transformers: they grow, are copied, chosen from, reset and moved."""
+"""`CuteInt8Cache` and `CuteMlaCache` in models of transformers: they grow, are copied, reordered, reset and moved."""
 
 import inspect
 import itertools
@@ -25,13 +25,13 @@ pytestmark = pytest.mark.xdist_group("transformers")  # its small models are tra
 
 
 class Kind(NamedTuple):
-    """A cache, and what it is used with.
+    """A kind of cache and what it is used with.
 
     model      name of a trained model
-    attention  that reads the cache
-    cache      its class
+    attention  name of the attention that reads the cache
+    cache      class of the cache
     layer      class of its layers
-    axis       of tokens in what a layer stores
+    axis       axis of tokens in what a layer stores
     states     (batch, tokens) -> what a layer is updated with
     stored     what a layer holds as float32, (batch, heads, tokens, d)
     """
@@ -45,19 +45,17 @@ class Kind(NamedTuple):
     stored: Callable[[Any], torch.Tensor]
 
     def empty(self) -> Any:
-        """A layer without tokens."""
         config = type("Config", (), {"_attn_implementation": self.attention})()
         return self.layer(config, transformers_cache.Positions())
 
     def filled(self) -> Any:
-        """A layer with 10 tokens of 3 sequences."""
         layer = self.empty()
         torch.manual_seed(0)
         layer.update(*self.states(3, 10))
         return layer
 
     def expected(self, model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Tokens of eager attention over values of the cache's precision."""
+        """Tokens of eager attention over values with the cache's precision."""
         if self.cache is LATENT.cache:
             return eager(self.model, model, ids, **options)[0]
         return generate(model, "eager", ids, **options)[0]
@@ -129,7 +127,7 @@ def test_a_cache_is_reset_for_another_batch(
 def test_beams_and_speculation(
     kind: Kind, options: dict[str, Any], said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beams reorder the cache, and tokens that were guessed wrong are cropped."""
+    """Beams reorder the cache, and wrongly guessed tokens are cropped."""
     name = "reorder_cache" if "num_beams" in options else "crop"
     calls = counted(monkeypatch, (kind.layer, name))
     model, ids = tiny_models.trained(kind.model), tiny_models.sequences(24, 1, 20)
@@ -144,7 +142,7 @@ def test_beams_and_speculation(
 def test_a_copied_cache_serves_the_attention_that_is_on(
     kind: Kind, other: bool, copy: Callable[[Any], Any], said: list[str]
 ) -> None:
-    """Also where the attention changes after the copy was made."""
+    """The attention may also change after the copy was made."""
     if other and kind is LATENT and not CACHES_LATENTS:
         pytest.skip("this transformers caches keys and values for eager attention, which the cache refuses")
     model = tiny_models.trained(kind.model)

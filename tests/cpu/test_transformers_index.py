@@ -1,4 +1,4 @@
-"""`CuteMlaCache(fp8_index=True)`: the indexer's keys in FP8, scored by `index_decode` in steps of few tokens."""
+"""`CuteMlaCache(fp8_index=True)` keeps the indexer's keys in FP8; `index_decode` scores them in steps of few tokens."""
 
 import copy
 import importlib
@@ -24,7 +24,7 @@ from tests.kit.transformers_mla import MODELS
 
 pytestmark = pytest.mark.xdist_group("transformers")  # its small models are trained once
 INDEXERS = {"deepseek_v32": 2, "glm_moe_dsa": 1}
-"""Layers with one."""
+"""Number of layers with an indexer."""
 
 
 @pytest.mark.parametrize("ways", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"left": 7}], ids=str)
@@ -32,7 +32,7 @@ INDEXERS = {"deepseek_v32": 2, "glm_moe_dsa": 1}
 def test_a_model_that_counts_still_counts(
     name: str, ways: dict[str, Any], said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From 24 chosen tokens of 30 to 41; padding on the left hides some of them."""
+    """The model sees 24 chosen tokens of 30 to 41; padding on the left hides some of them."""
     calls = counted(monkeypatch, (transformers_index, "index_decode"), (transformers_index, "index_append"))
     batch = 1 if "prompt_lookup_num_tokens" in ways else 3
     model, ids = tiny_models.trained(name), tiny_models.sequences(11, batch, 30)
@@ -60,7 +60,7 @@ def layer_of(name: str) -> Any:
 @pytest.mark.parametrize("hidden", [None, "bool", "additive"])
 @pytest.mark.parametrize("name", MODELS)
 def test_most_of_the_choice_is_the_models_own(name: str, hidden: str | None) -> None:
-    """A prompt, then steps of one to eight tokens, beside the same indexer over upstream's keys; 64 of 600 tokens."""
+    """Our indexer and upstream's choose 64 of 600 tokens, for a prompt and for steps of one to eight tokens."""
     indexer, gen = layer_of(name), torch.Generator().manual_seed(0)
     layers = [DynamicIndexedLayer(), cute_layer(name)]
     length = 0
@@ -86,7 +86,7 @@ def test_most_of_the_choice_is_the_models_own(name: str, hidden: str | None) -> 
 
 
 class Caches:
-    """A cache of one layer, as an indexer asks for its keys."""
+    """A cache of one layer, as an indexer requests its keys."""
 
     def __init__(self, layer: Any) -> None:
         self.layers = [layer]
@@ -100,7 +100,7 @@ def cute_layer(name: str) -> Any:
 
 
 def test_the_choice_is_that_of_the_definition() -> None:
-    """Keys that are FP8 already, masks of both kinds, a table that has grown twice."""
+    """Keys are in FP8 already, masks are of both kinds, and the table has grown twice."""
     gen, index = torch.Generator().manual_seed(0), IndexPages(Positions())
     k = unpack_index_keys(pack_index_keys(torch.randn(3, 700, 128, generator=gen)))
     for part in k.split([250, 10, 440], dim=1):

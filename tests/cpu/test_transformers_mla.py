@@ -1,4 +1,4 @@
-"""`attn_implementation="cute_mla"` and `CuteMlaCache`: the same tokens as eager attention over the same FP8 latents."""
+"""`attn_implementation="cute_mla"` and `CuteMlaCache` give the tokens of eager attention over the same FP8 latents."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,12 +21,12 @@ from tests.kit.transformers_mla import CACHES_LATENTS, MODELS, eager, fp8_latent
 pytestmark = pytest.mark.xdist_group("transformers")  # its small models are trained once
 TYPICAL = 0.012
 """What rounding to bfloat16 changes in logits at most, relative; FP8 latents change more."""
-"""Of another implementation than ours: in 5.23 and 5.24; 5.17 caches keys and values."""
+"""Whether transformers caches latents for other implementations: 5.23 and 5.24 do, 5.17 caches keys and values."""
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How often ops and methods of the cache were called."""
+    """Number of calls of each operator and of methods of the cache."""
     ops = [(transformers_mla, name) for name in ("mla_fp8_append", "mla_fp8_decode")]
     return counted(monkeypatch, *ops, *((transformers_mla.CuteMlaLayer, name) for name in ("crop", "reorder_cache")))
 
@@ -36,7 +36,7 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def typical(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The median of tokens' distances: where two of the indexer's scores are close, rounding changes its choice."""
+    """The median of tokens' distances. If two scores of the indexer are close, rounding changes its choice."""
     return ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).median().item()
 
 
@@ -61,7 +61,7 @@ def test_tokens_are_those_of_eager_attention(name: str, tokens: int, said: list[
 
 @pytest.mark.parametrize("name", MODELS)
 def test_it_matters_what_the_indexer_chooses(name: str) -> None:
-    """Without this, the tests above would pass for an attention to all tokens."""
+    """If the choice did not matter, the tests above would pass for an attention to all tokens."""
     model, ids = tiny_models.trained(name), tiny_models.sequences(2030, 4, 30)
     _, chosen = eager(name, model, ids)
     indexers = [m for m in model.modules() if hasattr(m, "index_topk")]
@@ -76,7 +76,7 @@ def test_it_matters_what_the_indexer_chooses(name: str) -> None:
 
 
 def padded(batch: int, tokens: int, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequences, the first of which has 7 tokens of padding, and the mask of them."""
+    """Sequences and their mask; the first has 7 tokens of padding."""
     ids, mask = tiny_models.sequences(11, batch, tokens), torch.ones(batch, tokens, dtype=torch.int64)
     hidden = slice(0, 7) if left else slice(tokens - 7, None)
     ids[0, hidden], mask[0, hidden] = 0, 0
@@ -94,7 +94,6 @@ def test_padding_on_the_left(name: str, said: list[str], calls: dict[str, int]) 
 
 
 def forward(model: Any, attention: str, ids: torch.Tensor, mask: torch.Tensor | None = None, **options: Any) -> Any:
-    """Logits of a prompt."""
     model.set_attn_implementation(attention)
     try:
         with torch.no_grad():
@@ -115,7 +114,7 @@ def test_padding_on_the_right(name: str, said: list[str]) -> None:
 
 @pytest.mark.parametrize("additive", [False, True], ids=["bool", "additive"])
 def test_a_mask_of_the_caller(additive: bool, said: list[str]) -> None:
-    """Every fourth key is hidden, beside those to come; one mask for all sequences."""
+    """The mask hides every fourth key besides future ones; all sequences share it."""
     model, ids = tiny_models.trained("deepseek_v32"), tiny_models.sequences(13, 3, 24)
     seen = torch.ones(24, 24, dtype=torch.bool).tril() & (torch.arange(24) % 4 != 1)
     mask = torch.zeros(1, 1, 24, 24).masked_fill(~seen, torch.finfo(torch.bfloat16).min).bfloat16()
@@ -129,7 +128,7 @@ def test_a_mask_of_the_caller(additive: bool, said: list[str]) -> None:
 
 
 def test_turns_of_a_conversation(said: list[str]) -> None:
-    """A prompt, then 12 tokens at once, 5 at once, and one by one."""
+    """A prompt comes first, then 12 tokens at once, 5 at once, and one by one."""
     model, ids = tiny_models.trained("deepseek_v32"), tiny_models.sequences(7, 3, 40)
     cache = cute.CuteMlaCache(model.config)
     parts = [forward(model, "cute_mla", part, past_key_values=cache) for part in ids.split([15, 12, 5, 1, 1, 6], dim=1)]
@@ -143,7 +142,7 @@ def test_turns_of_a_conversation(said: list[str]) -> None:
 
 
 class Sizes:
-    """What decides the shapes of a call."""
+    """Sizes that determine the shapes of a call."""
 
     heads, nope, v_head_dim, tokens, s_q, topk = 8, 192, 256, 90, 5, 20
 
@@ -157,7 +156,7 @@ def glm_attention(dtype: torch.dtype, **more: Any) -> Any:
 
 
 def call_of(module: Any, dtype: torch.dtype, **changes: Any) -> dict[str, Any]:
-    """Arguments of a call: the queries are the last of their sequences, and one sequence is padded on the left."""
+    """Arguments of a call. Queries are the last tokens of their sequences, and one sequence is padded on the left."""
     torch.manual_seed(1)
     layer = transformers_mla.CuteMlaLayer(module.config, transformers_cache.Positions())
     states = torch.randn(2, 1, Sizes.tokens, 576).to(dtype)
@@ -175,7 +174,7 @@ def call_of(module: Any, dtype: torch.dtype, **changes: Any) -> dict[str, Any]:
 
 
 def exact(module: Any, given: dict[str, Any], dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Attention to those latents of the cache that the mask and the indices leave."""
+    """Attention to the latents of the cache that mask and indices leave."""
     layer = getattr(given["key"], transformers_mla.LAYER)
     kv = fp8_mla.unpack(layer.keys[:, : layer.length], torch.float64).to(dtype)
     w = module.kv_b_proj.weight.to(dtype).view(Sizes.heads, -1, 512)
@@ -293,7 +292,7 @@ def nothing(module: Any) -> None: ...
 
 
 def biased_mask() -> torch.Tensor:
-    """Keys far away count less; nothing is hidden."""
+    """A mask that lowers the scores of distant keys and hides none."""
     return -0.1 * torch.arange(Sizes.tokens).flip(0).expand(2, 1, Sizes.s_q, -1).bfloat16()
 
 

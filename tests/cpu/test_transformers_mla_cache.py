@@ -26,7 +26,7 @@ pytestmark = pytest.mark.xdist_group("transformers")  # its small models are tra
 
 
 def filled_layer() -> tuple[Any, torch.Tensor]:
-    """A layer with 10 tokens of 3 sequences, and what the indexer keeps of them."""
+    """A layer with 10 tokens of 3 sequences, and the indexer's part of them."""
     config = type("Config", (), {"_attn_implementation": "cute_mla"})()
     layer = transformers_mla.CuteMlaLayer(config, transformers_cache.Positions())
     torch.manual_seed(0)
@@ -98,7 +98,7 @@ def test_models_call_what_they_did(name: str) -> None:
 
 
 def test_our_layer_has_all_that_indexed_layers_have() -> None:
-    """Its constructor does not call upstream's."""
+    """The constructor of our layer does not call upstream's, so it must set the same attributes."""
     layer, _ = filled_layer()
     layer.reset()
     for name, value in vars(cache_utils.DynamicIndexedLayer()).items():

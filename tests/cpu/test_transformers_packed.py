@@ -1,6 +1,6 @@
-"""`attn_implementation="cute"` on packed and padded batches: each sequence as eager attention has it alone.
+"""`attn_implementation="cute"` on packed and padded batches gives each sequence what eager attention gives it alone.
 
-Float32 is the oracle, each sequence by itself; what bfloat16 costs eager attention there is the measure.
+The oracle is float32 with each sequence by itself; the measure is the error of eager attention in bfloat16.
 """
 
 import types
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.xdist_group("transformers")
 
 @pytest.fixture
 def no_mask(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> Iterator[None]:
-    """No mask of (tokens, tokens) is made, and no plain torch runs."""
+    """Requires that no (tokens, tokens) mask is made and that plain torch does not run."""
 
     def refuse(**given: Any) -> None:
         raise AssertionError("a mask of (tokens, tokens)")
@@ -41,7 +41,7 @@ def no_mask(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> Iterator[None]:
 @pytest.mark.parametrize("name", ["gpt_oss", "llama"])
 @pytest.mark.parametrize("kind", packed_training.KINDS)
 def test_loss_and_gradients_are_those_of_each_sequence_alone(kind: str, name: str, no_mask: None) -> None:
-    """The loss, and gradients of all parameters, those of the sinks among them."""
+    """The loss and the gradients of all parameters, sinks included, are compared."""
     batch = packed_training.batch(kind)
     packed_training.require_close(name, lambda model: packed_training.gradients(model, batch))
 
@@ -58,7 +58,7 @@ def test_gradient_checkpointing(reentrant: bool, no_mask: None) -> None:
 
 
 def test_frozen_parameters(no_mask: None) -> None:
-    """As with LoRA: no gradient is wanted of keys or sinks, and those that are wanted are the same."""
+    """LoRA needs no gradients of keys or sinks; the other gradients must stay."""
     batch = packed_training.batch("right")
 
     def run(model: Any, *, frozen: bool) -> Gradients:
@@ -75,7 +75,7 @@ def test_frozen_parameters(no_mask: None) -> None:
 
 
 def test_autocast_over_float32_parameters(no_mask: None) -> None:
-    """As Trainer(bf16=True) trains: q and k come as float32, v as bfloat16."""
+    """Trainer(bf16=True) passes q and k as float32, v as bfloat16."""
     batch = packed_training.batch("positions")
 
     def run(model: Any) -> Gradients:
@@ -122,7 +122,7 @@ def test_the_page_on_training_runs_as_pasted(monkeypatch: pytest.MonkeyPatch, sa
 
 
 def test_fsdp2_over_two_ranks(tmp_path: Path) -> None:
-    """A tiny gpt-oss, each rank with a batch of its own; gradients are reduced in bfloat16."""
+    """The model is a tiny gpt-oss. Each rank has its own batch, and gradients are reduced in bfloat16."""
     found = processes.run(training_ranks.fully_sharded, tmp_path, 2)
     for rank in range(2):
         assert len(found[rank]["off"]) > 20 and max(found[rank]["off"].values()) < 2**-7, found[rank]
@@ -140,7 +140,7 @@ def test_once_a_forward_and_not_once_a_layer(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(cute, "sink_attention", attend)
     count = counted(monkeypatch, (cute, "packed_borders"))
-    for kind, masks in (("positions", 0), ("left", 2)):  # two kinds of layers, with a window and without
+    for kind, masks in (("positions", 0), ("left", 2)):  # two kinds of layers, with and without a window
         packed_training.gradients(model, packed_training.batch(kind))
         assert len(found) == 6 and len({id(t) for t in found}) == max(1, masks)
         assert count.get("packed_borders", 0) == masks
@@ -148,7 +148,7 @@ def test_once_a_forward_and_not_once_a_layer(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_no_kernel_takes_runs_sequence_by_sequence(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Float32: plain torch over each sequence, and still no mask of all tokens."""
+    """In float32, plain torch computes each sequence, still without a mask of all tokens."""
     monkeypatch.setattr(cute, "eager_mask", None)
     for kind in packed_training.KINDS:
         batch = packed_training.batch(kind)
@@ -214,7 +214,7 @@ def test_sequences_are_found(mask: Any, padding: Any, window: int | None, expect
 
 
 def hides(query_: int, key_: int) -> Callable[..., Any]:
-    """A causal mask with one more key hidden."""
+    """A causal mask with one more hidden key."""
     return lambda b, h, q, k: (k <= q) & ~((q == query_) & (k == key_))
 
 
@@ -282,7 +282,7 @@ def test_a_window_that_is_not_passed_on_is_refused() -> None:
 
 
 def test_a_padded_prompt_over_an_int8_cache(no_mask: None) -> None:
-    """Of few tokens, whose keys the cache has as codes already."""
+    """The prompt is short, and its keys are already codes in the cache."""
     model = tiny_models.untrained("gpt_oss").bfloat16().eval()
     model.set_attn_implementation("cute")
     ids = tiny_models.sequences(2, 2, 6)

@@ -1,4 +1,4 @@
-"""What type checkers see of the public names. `make lint` checks the types here, and the test that they are true."""
+"""What type checkers see of the public names. `make lint` checks these types; the test checks that they are true."""
 
 import torch
 from typing_extensions import assert_type

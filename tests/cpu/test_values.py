@@ -23,7 +23,7 @@ def usual_scales(number: int = 4 * KEYS, tiles: int = 4) -> torch.Tensor:
 
 
 def along_their_order(scores: torch.Tensor) -> float:
-    """The correlation of numbers with their places."""
+    """The correlation of numbers with their positions."""
     return float(torch.corrcoef(torch.stack([scores, torch.arange(len(scores)).float()]))[0, 1])
 
 
@@ -71,7 +71,7 @@ def test_unwritten_tokens_alone_are_bytes_of_zeros(family: str) -> None:
 
 @pytest.mark.parametrize(("family", "sign"), [("rising", 1), ("falling", -1)])
 def test_scores_of_sorted_families_rise_or_fall(family: str, sign: int) -> None:
-    """In the order of index lists, and in that of a sequence's tokens."""
+    """The order is that of index lists, and that of a sequence's tokens."""
     sparse = sparse_case(batch=2, h_q=4, s_q=2, topk=200, lengths="query", seed=1)
     dense = dense_case(seqlens=[200, 130], h_q=4, page_size=16)
     for case in (sparse, dense):
@@ -126,7 +126,7 @@ def test_refilled_cases_pass_the_rule_and_stay_poisoned(family: str) -> None:
 
 @EACH_FAMILY
 def test_which_families_take_the_slow_path(family: str) -> None:
-    """None but that of tokens and tiles, whose key tiles are slow in PV; units move where scales are above 2, once."""
+    """Only the key tiles of "tokens and tiles" are slow, in PV. Units move once, if scales are above 2."""
     case = refill(sparse_case(batch=1, h_q=64, topk=2048, num_slots=6000, invalid=False), family, seed=1)
     found = slow_tiles(scales_of(case, 0, 0), case.q[0, 0])
     assert found.tiles == 32 and found.qk == 0
@@ -140,7 +140,7 @@ def test_which_families_take_the_slow_path(family: str) -> None:
 
 @EACH_FAMILY
 def test_weights_of_fast_key_tiles_are_in_their_window(family: str) -> None:
-    """What units are for: s 2^(6 - E) of a nonzero scale is in 2^-14 .. 2^7, where float16 numbers are normal."""
+    """Units exist for this: s 2^(6 - E) of a nonzero scale is in 2^-14 .. 2^7, where float16 numbers are normal."""
     scales = scales_of(refill(sparse_case(batch=1, h_q=1, topk=1024, invalid=False), family), 0, 0)
     for tile, part in zip(key_tiles(scales), scales.split(KEYS), strict=True):
         weights = (part.double() * torch.exp2(6.0 - tile.e_j))[part > 0]

@@ -1,4 +1,4 @@
-"""The plugin in a vLLM that it knows and in others, on stand-ins of vLLM's modules, without vLLM."""
+"""The plugin in known and unknown versions of vLLM, on stand-ins for vLLM's modules, without vLLM."""
 
 import importlib
 import logging
@@ -32,7 +32,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def changed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is handed to `change_on_import`, which does nothing."""
+    """Records the arguments of `change_on_import`, which does nothing."""
     asked: list[Any] = []
     monkeypatch.setattr(on_import, "change_on_import", asked.append)
     return asked
@@ -85,7 +85,7 @@ def test_a_vllm_with_another_registry_starts(
 def test_tested_versions_need_no_flag(
     version: str, places: Any, changed: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Registering twice is registering once."""
+    """A second registration must change nothing."""
     monkeypatch.setattr(sys.modules["vllm"], "__version__", version)
     for _ in range(2):
         cute_vllm.register()
@@ -122,7 +122,7 @@ def test_other_versions_keep_what_needs_no_flag(
 
 
 def resolved(path: str) -> Any:
-    """As vLLM resolves names."""
+    """Resolves names as vLLM does."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
@@ -215,7 +215,7 @@ def forward_with_more(
 def test_the_backend_for_gqa_is_refused_where_what_it_extends_has_moved(
     name: str, value: Any, words: str, places: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Before weights are loaded: a keyword that a layer passes on to it would be a TypeError after."""
+    """The backend is refused before weights are loaded. Later, a keyword that a layer passes on is a TypeError."""
     if value is None:
         monkeypatch.delattr(f"{TRITON}.{name}")
     else:
@@ -249,7 +249,7 @@ def test_further_arguments_may_have_defaults() -> None:
 def test_rows_past_the_last_request_are_0(
     decodes: int, padded_tokens: int, flash: FlashStandIn | None, kv_cache_dtype: str, places: Any
 ) -> None:
-    """Outputs come padded for graphs, and a later kernel may take the largest value of all rows.
+    """Outputs are padded for graphs, and a later kernel may take the largest value of all rows.
 
     vLLM counts some of the padding rows as tokens of the batch.
     """

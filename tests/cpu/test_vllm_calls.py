@@ -1,4 +1,4 @@
-"""What vLLM's tensors become as arguments of our operators; needs no vLLM."""
+"""vLLM's tensors as arguments of our operators; needs no vLLM."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize("order", ["NHD", "HND"])
 @pytest.mark.parametrize("tokens", [1, 16, 32, 64, 128, 256])
 def test_a_page_has_the_bytes_of_vllms(tokens: int, order: str, kv_heads: int, codes: torch.dtype) -> None:
-    """Codes and scales fill a page without a gap, and none of them twice."""
+    """Codes and scales fill a page without gaps or overlap."""
     pages, d = 3, 64
     row = d if codes is torch.int8 else d // 2
     kv_cache = stock_cache(pages, kv_heads, tokens, d, codes, order, codes=codes)
@@ -47,7 +47,7 @@ def test_a_page_has_the_bytes_of_vllms(tokens: int, order: str, kv_heads: int, c
 
 
 def filled(kv_heads: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Two pages of 16 tokens as vLLM has them, and what is in them."""
+    """Two pages of 16 tokens as vLLM has them, and their contents."""
     kv_cache = stock_cache(2, kv_heads, 16, 64, torch.int8, "HND")
     given = [torch.randint(-127, 128, (2, kv_heads, 16, 64)).to(torch.int8) for _ in range(2)]
     given += [torch.rand(2, kv_heads, 16) for _ in range(2)]
@@ -57,12 +57,12 @@ def filled(kv_heads: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 
 def tensors(kv_cache: torch.Tensor) -> list[torch.Tensor]:
-    """Codes and scales, heads first."""
+    """Codes and scales with heads first."""
     return [view for view in calls.scaled_views(kv_cache, 64) if isinstance(view, torch.Tensor)]
 
 
 def test_pages_are_cut_by_heads() -> None:
-    """As a connector does between ranks of different numbers: each takes its bytes of a page."""
+    """A connector between different numbers of ranks does so: each rank takes its bytes of a page."""
     kv_cache, given = filled(4)
     for rank in range(2):
         own = stock_cache(2, 2, 16, 64, torch.int8, "HND")
@@ -72,7 +72,7 @@ def test_pages_are_cut_by_heads() -> None:
 
 
 def test_pages_of_ranks_lie_side_by_side() -> None:
-    """As in an offloaded block, which has the heads of all ranks, those of a rank with all of its layers."""
+    """An offloaded block has the heads of all ranks, and those of one rank with all of its layers."""
     ranks = [filled(2) for _ in range(2)]
     whole = torch.cat([kv_cache.view(2, -1) for kv_cache, _ in ranks], dim=1).view(2, 4, 16, -1)
     for i, view in enumerate(tensors(whole)):
@@ -80,7 +80,7 @@ def test_pages_of_ranks_lie_side_by_side() -> None:
 
 
 def test_pages_at_a_distance() -> None:
-    """VLLM pads pages, and lays out those of several layers in turns."""
+    """VLLM pads pages, and interleaves the pages of several layers."""
     elements = 16 * 2 * calls.scaled_token_bytes(64)
     padded = torch.zeros(4, elements + 512, dtype=torch.int8)
     views = calls.scaled_views(padded[:, :elements].view(4, 2, 16, -1), 64)
@@ -92,7 +92,7 @@ def test_pages_at_a_distance() -> None:
 
 @pytest.mark.parametrize("order", ["NHD", "HND"])
 def test_layers_in_one_page(order: str) -> None:
-    """VLLM may lay out all layers of a page together, by heads or by tokens; each has its own bytes."""
+    """VLLM may put all layers in one page, by heads or by tokens; each layer has its own bytes."""
     pages, layers, heads, tokens, token = 3, 2, 2, 16, calls.scaled_token_bytes(64)
     if order == "HND":
         memory = torch.zeros(pages, heads, layers, tokens, token, dtype=torch.int8).permute(2, 0, 1, 3, 4)
@@ -140,7 +140,7 @@ def test_views_are_made_once_a_cache() -> None:
 def test_scaled_codes_are_stored_and_decoded_as_in_a_cache_of_four_tensors(
     tokens: int, order: str, cache_dtype: str
 ) -> None:
-    """The page changes where the numbers lie and no number."""
+    """The page changes where numbers lie, but no number."""
     codes, kind = calls.CODES[cache_dtype], calls.SCALED[cache_dtype]
     bytes_of_vllm = torch.int8 if codes is torch.int8 else torch.uint8
     batch = draw_batch([40, 17, 300], [2, 2, 2], tokens)
@@ -168,7 +168,7 @@ def test_scaled_codes_are_stored_and_decoded_as_in_a_cache_of_four_tensors(
 @pytest.mark.parametrize("order", ["NHD", "HND"])
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
 def test_other_caches_are_vllms(cache_dtype: str, order: str) -> None:
-    """(pages, kv_heads, tokens, 2 d), keys before values, in both orders of memory, FP8 as uint8."""
+    """Caches are (pages, kv_heads, tokens, 2 d), keys before values, in both orders of memory, with FP8 as uint8."""
     batch = draw_batch([40, 17], [1, 1], 16)
     layer = GqaCalls(HEADS, 2, 64, 0.125, cache_dtype)
     fp8 = cache_dtype == "fp8"
@@ -186,7 +186,7 @@ def test_other_caches_are_vllms(cache_dtype: str, order: str) -> None:
 
 
 def test_fp8_tokens_beyond_its_range_are_clamped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To 96 here: torch 2.13 saturates at 448 by itself, which it does not promise."""
+    """The test's limit is 96: torch 2.13 saturates at 448 by itself, but does not promise it."""
     monkeypatch.setattr(calls, "FP8_MAX", 96.0)
     batch = draw_batch([40, 17], [1, 1], 16)
     layer = GqaCalls(HEADS, 2, 64, 0.125, "fp8")
@@ -295,7 +295,7 @@ def test_a_layer_says_what_it_will_ask_for(cache_dtype: str, kv_dtype: str) -> N
 
 @pytest.fixture
 def compile_shapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """`compile_shapes`, which has compiled nothing; no kernel is on disk."""
+    """`compile_shapes` with an empty memory of what it compiled, and no kernel on disk."""
     monkeypatch.setattr(warming, "missing", list)
     warming.compile_shapes.cache_clear()
     yield warming.compile_shapes
@@ -308,7 +308,7 @@ SHAPES = (MlaShape(16, append=False), GqaShape(8, 2, 64))
 def test_a_warm_start_compiles_what_is_missing_once(
     compile_shapes: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Builders that ask for the same compile once; where it fails, the first call says what is wrong."""
+    """Builders that request the same kernels compile once. If that fails, the first call reports the error."""
     asked: list[Any] = []
 
     def precompile(specs: list[Any], timeout_s: float) -> None:
@@ -334,7 +334,7 @@ def test_a_warm_start_asks_for_nothing_that_is_there(
 def test_a_warm_start_has_a_time_limit(
     compile_shapes: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A compiler that hangs keeps no server from starting."""
+    """A compiler that hangs must not keep a server from starting."""
     monkeypatch.setattr(warming, "LIMIT_S", 1)
     monkeypatch.setattr(warming, "precompile", lambda specs, timeout_s: workers.call_each(
         time.sleep, [60.0], 1, lambda item: None, timeout_s

@@ -28,7 +28,7 @@ def served(jobs: list[Job], folder: Path, seconds: float = 60.0, **options: Any)
 
 @pytest.fixture(autouse=True)
 def found_by_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes import what jobs are made of."""
+    """Makes modules of jobs importable in processes."""
     root = str(Path(__file__).resolve().parents[2])
     monkeypatch.setenv("PYTHONPATH", root)
 
@@ -203,7 +203,7 @@ def test_runs_of_a_model_are_compared_as_they_come(tmp_path: Path, monkeypatch: 
 
 
 def test_an_engine_that_has_not_run_our_kernels_is_wrong(tmp_path: Path) -> None:
-    """VLLM falls back in silence where a hook no longer finds what it replaces."""
+    """VLLM falls back silently if a hook no longer finds what it replaces."""
     options = vllm_check.parser().parse_args(["--parts", "mla-tokens"])
     report = vllm_check.Report(tmp_path / "found.json", options)
     jobs = {job.name: job for job in vllm_check.jobs(options, tmp_path)}

@@ -13,7 +13,7 @@ from tests.kit import processes, vllm_ranks
 
 
 def test_two_ranks_attend_as_one(tmp_path: Path) -> None:
-    """All caches, decoding and prompts, sinks after the merge, against float64 over all keys."""
+    """All caches decode and prefill, with sinks after the merge; float64 attention over all keys is the oracle."""
     for errors in processes.run(vllm_ranks.errors, tmp_path, vllm_ranks.WORLD):
         assert len(errors) == 40 and not [name for name, error in errors.items() if not error < 1]
 

@@ -1,4 +1,4 @@
-"""What our adapters rely on in the vLLM that is installed: its signatures, its metadata, its FlashMLA classes."""
+"""What our adapters need of the installed vLLM: signatures, registration, and its sparse MLA, V4 and HY-V4 classes."""
 
 import ast
 import dataclasses
@@ -18,33 +18,29 @@ import torch
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import vllm
-from vllm.distributed import parallel_state
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention import backend as theirs
 from vllm.v1.attention.backends import registry, triton_attn
-from vllm.v1.attention.backends import utils as theirs_utils
 from vllm.v1.attention.backends.mla import flashmla_sparse
 
 import fp8_mla
 from cute_kernels.compat import flash_mla
 from cute_kernels.integrations import vllm as cute_vllm
 from cute_kernels.integrations.padded_heads import V4Decode
-from cute_kernels.integrations.vllm import calls, context_parallel, gqa, sparse_mla, v4
+from cute_kernels.integrations.vllm import calls, gqa, sparse_mla, v4
 from cute_kernels.integrations.vllm.backends import Function, moved
-from cute_kernels.integrations.vllm.context_parallel import Ranks
-from cute_kernels.integrations.vllm.prompts import FEW
 from tests.kit.flash_stand_in import FlashStandIn
 from tests.kit.v4_layers import REAL_HEADS, v4_call
-from tests.kit.vllm_batches import HEADS, KV_HEADS, LIMITS, draw_batch, empty_cache
-from tests.kit.vllm_fakes import builder, common, global_indices, sparse_mla_layer
+from tests.kit.vllm_batches import HEADS, KV_HEADS, draw_batch
+from tests.kit.vllm_fakes import global_indices, sparse_mla_layer
 
 ROOT = Path(__file__).resolve().parents[2]
 NEW_CACHES = not hasattr(theirs.AttentionBackend, "get_kv_cache_shape")
-"""Whether this vLLM asks for `customize_spec` (0.33), or for shapes of caches (0.26)."""
+"""Whether this vLLM calls `customize_spec` (0.33) or reads shapes of caches (0.26)."""
 
 
 def test_4_bit_codes_are_those_of_vllm() -> None:
-    """Of its Triton kernel, which an interpreter runs on a CPU."""
+    """Triton's interpreter runs vLLM's kernel on a CPU."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "tests.kit.vllm_int4"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
@@ -85,7 +81,7 @@ def test_each_call_of_what_is_replaced_is_one_of_ours(base: Any, ours: Any) -> N
             continue
         mine, his = (inspect.signature(f).parameters for f in (getattr(ours, name), replaced))
         named = [n for n, p in mine.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        count = len(his) if len(named) == len(mine) else len(named)  # others may follow where ours takes them
+        count = len(his) if len(named) == len(mine) else len(named)  # ours may take further arguments
         assert named[:count] == list(his)[:count], f"vLLM {vllm.__version__}: {name} takes {list(his)}"
 
 
@@ -100,7 +96,7 @@ def test_fields_that_are_read_are_there() -> None:
 
 
 def test_flash_attention_takes_what_prompts_pass() -> None:
-    """All by keyword. Its module is read as text: where there is no GPU it cannot be imported."""
+    """All arguments are keywords. The module is read as text, because it cannot be imported without a GPU."""
     file = Path(vllm.__file__).parent / "vllm_flash_attn" / "flash_attn_interface.py"
     functions = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]
     (found,) = (node for node in functions if node.name == "flash_attn_varlen_func")
@@ -145,7 +141,7 @@ def test_the_plugin_registers_both_backends(places: Any) -> None:
 
 
 def test_vllm_finds_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its entry point, which there is where the project is installed, as `make test-vllm` does."""
+    """The entry point exists if the project is installed, as `make test-vllm` does."""
     names = {point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
     if "cute_kernels" not in names:
         pytest.skip("the project is not installed")
@@ -157,7 +153,7 @@ def test_vllm_finds_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wrong(**changes: Any) -> list[str]:
-    """Why vLLM does not select our GQA backend for a layer that it could serve but for `changes`."""
+    """The reasons for which vLLM does not select our GQA backend for a layer with `changes`; without them it would."""
     given = {
         "head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16, "use_mla": False,
         "has_sink": True, "use_sparse": False, "use_mm_prefix": False, "use_per_head_quant_scales": False,
@@ -207,7 +203,7 @@ def test_what_is_not_served(changes: dict[str, Any]) -> None:
 
 @pytest.mark.skipif(NEW_CACHES, reason="this vLLM asks for customize_spec")
 def test_shapes_of_caches() -> None:
-    """Those that views are made of: vLLM's own."""
+    """The backend's shapes of caches must be those that its views assume."""
     shape = gqa.CuteAttentionBackend.get_kv_cache_shape
     assert shape(10, 32, 8, 128, calls.FP8_SCALED) == (10, 8, 32, calls.scaled_token_bytes(128))
     assert shape(10, 32, 8, 128, calls.INT8) == (10, 8, 32, calls.scaled_token_bytes(128))
@@ -231,346 +227,11 @@ def test_specifications_of_caches() -> None:
 def test_blocks_that_are_split_into_pages_are_not_padded(
     block_size: int, padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """VLLM would take a block's distance for that of its pages."""
+    """VLLM would take the distance of blocks for that of their pages."""
     config = types.SimpleNamespace(cache_config=types.SimpleNamespace(block_size=block_size))
     monkeypatch.setattr(gqa, "get_current_vllm_config", lambda: config)
     monkeypatch.setattr(triton_attn, "get_kv_cache_layout", lambda: "NHD")
     assert gqa.CuteAttentionBackend.indexes_kv_by_block_stride() is padded
-
-
-# ---- metadata
-
-
-def test_a_batch_that_decodes() -> None:
-    batch = draw_batch([40, 17, 9], [1, 1, 1], 16)
-    m = builder().build(0, common(batch))
-    assert (m.num_decodes, m.num_decode_tokens, m.prefill, m.fresh) == (3, 3, None, False)
-
-
-def test_a_batch_padded_for_a_graph() -> None:
-    """Speculation: two requests of 3 tokens in a graph for four; its tokens are padded as well."""
-    batch = draw_batch([40, 17, 3, 3], [3, 3, 3, 3], 16)
-    padded = common(batch)
-    padded.query_start_loc_cpu = torch.tensor([0, 3, 6, 6, 6], dtype=torch.int32)
-    padded.query_start_loc = padded.query_start_loc_cpu
-    padded.seq_lens = padded.seq_lens_cpu_upper_bound = torch.tensor([40, 17, 0, 0], dtype=torch.int32)
-    m = builder(drafts=2).build(0, padded)
-    assert (m.num_decodes, m.num_decode_tokens, m.prefill) == (4, 12, None)
-
-
-def test_requests_without_tokens_do_not_count() -> None:
-    batch = draw_batch([40, 17], [3, 3], 16)
-    m = builder(drafts=2).build(0, common(batch, padded_requests=2))
-    assert (m.num_decodes, m.num_decode_tokens) == (2, 6)
-
-
-def test_a_request_without_tokens_among_others_is_no_decode() -> None:
-    batch = draw_batch([40, 3, 17], [3, 3, 3], 16)
-    between = common(batch, num_actual_tokens=6)
-    between.query_start_loc_cpu = between.query_start_loc = torch.tensor([0, 3, 3, 6], dtype=torch.int32)
-    m = builder(drafts=2).build(0, between)
-    assert (m.num_decodes, m.num_decode_tokens, m.prefill, m.fresh) == (0, 0, None, False)
-    nobody = common(batch, num_actual_tokens=0)
-    nobody.query_start_loc_cpu = nobody.query_start_loc = torch.zeros(4, dtype=torch.int32)
-    assert builder(drafts=2).build(0, nobody).num_decode_tokens == 0
-
-
-def test_borders_on_the_host_are_not_read_where_all_have_a_token() -> None:
-    """With `--kv-sharing-fast-prefill` they may still be on their way from the GPU."""
-    batch = draw_batch([40, 17, 9], [1, 1, 1], 16)
-    unwritten = common(batch)
-    unwritten.query_start_loc_cpu = torch.full((4,), 1 << 30, dtype=torch.int32)
-    m = builder().build(0, unwritten)
-    assert (m.num_decodes, m.num_decode_tokens, m.prefill) == (3, 3, None)
-
-
-def test_a_mixed_batch() -> None:
-    batch = draw_batch([40, 17, 30, 25], [1, 1, 30, 10], 16)
-    m = builder().build(0, common(batch))
-    assert (m.num_decodes, m.num_decode_tokens, m.fresh) == (2, 2, False)
-    assert m.prefill is not None and m.prefill.num_actual_tokens == 40
-    assert m.prefill.query_start_loc.tolist() == [0, 30, 40] and m.prefill.seq_lens.tolist() == [30, 25]
-    assert torch.equal(m.prefill.block_table, batch.block_table[2:])
-    assert torch.equal(m.prefill.slot_mapping, batch.slots[2:])
-    assert m.prompts is not None and torch.equal(m.prompts.block_table, m.prefill.block_table)
-    assert (m.prompts.starts_host, m.prompts.lengths_host) == ([0, 30, 40], [30, 25])
-    whole = draw_batch([40, 30, 25], [1, 30, 25], 16)
-    assert builder().build(0, common(whole)).fresh
-
-
-def test_prompts_alone() -> None:
-    batch = draw_batch([30, 25], [30, 25], 16)
-    m = builder().build(0, common(batch))
-    assert (m.num_decodes, m.num_decode_tokens, m.prefill, m.fresh) == (0, 0, None, True)
-    unknown = builder().build(0, common(batch, seq_lens_cpu_upper_bound=None))
-    assert not unknown.fresh and unknown.prompts is None
-    padded = builder().build(0, common(batch, num_actual_tokens=64))
-    assert not padded.fresh and padded.prompts is not None
-    both_ways = builder().build(0, common(batch, causal=False))
-    assert not both_ways.fresh and both_ways.prompts is None
-
-
-def test_builders_that_vllm_makes_of_ours() -> None:
-    """Its chunked attention splits requests, and the lengths on the host may stay those of the whole ones."""
-
-    class Chunked(gqa.CuteAttentionMetadataBuilder):
-        pass
-
-    made = builder()
-    made.__class__ = Chunked
-    m = made.build(0, common(draw_batch([30, 25], [30, 25], 16)))
-    assert not m.fresh and m.prompts is None
-
-
-def test_a_longest_length_of_numpy() -> None:
-    batch = draw_batch([30, 25], [30, 25], 16)
-    layer = calls.GqaCalls(HEADS, KV_HEADS, 64, 0.125, "auto")
-    out = torch.empty_like(batch.query)
-    layer.prefill_fresh(batch.query, batch.keys, batch.values, batch.starts, batch.starts.diff().max().numpy(), out)
-    assert batch.error(out, None) < 0.01
-
-
-def test_prompts_of_a_draft_model_are_not_fresh() -> None:
-    """Parallel drafting gives each request more queries, but leaves the lengths on the host: 20 of 40 look like all."""
-    batch = draw_batch([30, 40], [30, 20], 16)
-    longer = common(batch, seq_lens_cpu_upper_bound=torch.tensor([30, 20], dtype=torch.int32))
-    assert builder().build(0, longer).fresh
-    draft = builder().build_for_drafting(longer, 0)
-    assert not draft.fresh and draft.prompts is None
-
-
-def test_speculation_beyond_the_kernel_is_prefill() -> None:
-    batch = draw_batch([40, 17], [10, 10], 16)
-    long = builder(drafts=9)
-    m = long.build(0, common(batch))
-    assert (m.num_decodes, m.num_decode_tokens, m.fresh) == (0, 0, False)
-    support = gqa.CuteAttentionMetadataBuilder.get_cudagraph_support
-    assert support(long.vllm_config, None) is theirs.AttentionCGSupport.NEVER
-    for drafts in (0, 7):
-        assert support(builder(drafts).vllm_config, None) is theirs.AttentionCGSupport.UNIFORM_BATCH
-
-
-@pytest.fixture
-def invariant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert vllm.envs.VLLM_BATCH_INVARIANT is True
-
-
-def test_whole_prompts_are_as_others_where_a_batch_must_not_matter(invariant: None) -> None:
-    m = builder().build(0, common(draw_batch([40, 30, 25], [1, 30, 25], 16)))
-    assert m.num_decodes == 1 and not m.fresh and m.prompts is not None and m.prompts.alone
-    assert m.prompts.pieces is None
-
-
-def test_drafts_are_prompts_where_a_batch_must_not_matter(invariant: None) -> None:
-    """A batch of drafts alone would decode them, and a mixed one not."""
-    made = builder(drafts=2)
-    m = made.build(0, common(draw_batch([40, 17], [3, 3], 16)))
-    assert (m.num_decodes, m.fresh) == (0, False) and m.prompts is not None
-    support = gqa.CuteAttentionMetadataBuilder.get_cudagraph_support
-    assert support(made.vllm_config, None) is theirs.AttentionCGSupport.NEVER
-    assert support(builder().vllm_config, None) is theirs.AttentionCGSupport.UNIFORM_BATCH
-
-
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", calls.INT8])
-def test_a_layer_has_one_split_where_a_batch_must_not_matter(
-    kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch, invariant: None
-) -> None:
-    """Contexts that copies have no room for as a whole do not run on copies: where they are cut is a batch's affair."""
-    monkeypatch.setattr(gqa, "_flash_attention", lambda *args: FlashStandIn())
-    for longest, whole in ((1 << 20, False), (4096, True)):
-        monkeypatch.setattr(gqa, "_max_model_len", lambda tokens=longest: tokens)
-        made = gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS, kv_cache_dtype=kv_cache_dtype)
-        assert made.calls.num_splits == 1
-        assert (made.calls.flash is not None) == (whole or kv_cache_dtype == "auto")
-
-
-def test_attention_in_both_directions_is_not_decoded() -> None:
-    m = builder().build(0, common(draw_batch([40, 17], [1, 1], 16), causal=False))
-    assert (m.num_decodes, m.num_decode_tokens, m.fresh) == (0, 0, False)
-
-
-# ---- a layer
-
-
-@pytest.mark.parametrize("flash", [None, FlashStandIn()], ids=["cpu", "flash"])
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", *calls.SCALED])
-@pytest.mark.parametrize("window, sinks", [(None, False), (20, True)])
-@pytest.mark.parametrize(
-    "lengths, queries",
-    [
-        ([40, 17, 9], [1, 1, 1]), ([40, 17, 40, 25], [1, 1, 40, 10]), ([30, 25], [30, 25]), ([50, 33], [20, 5]),
-        ([90, 33], [60, 5]),
-    ],
-    ids=["decode", "mixed", "fresh", "few", "continued"],
-)  # fmt: skip
-def test_a_layer_attends(
-    lengths: list[int], queries: list[int], window: int | None, sinks: bool, kv_cache_dtype: str,
-    flash: FlashStandIn | None,
-) -> None:  # fmt: skip
-    """Metadata by the builder, tokens stored and attended by the layer, against float64.
-
-    Prompts run on what they run on here and, with a stand-in, on a GPU.
-    """
-    batch = draw_batch(lengths, queries, 16)
-    s_aux = torch.linspace(-1, 2, HEADS).bfloat16() if sinks else None
-    impl = gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS, None, window, kv_cache_dtype, 0.0, sinks=s_aux)
-    impl.process_weights_after_loading(torch.bfloat16)
-    assert not impl.supports_quant_query_input and impl.calls.flash is None
-    impl.calls.flash = flash
-    ran = len(flash.calls) if flash else 0
-    layer = types.SimpleNamespace(_k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
-    kv_cache = empty_cache(batch.pages, 16, kv_cache_dtype)
-    before = ~torch.isin(batch.all_slots, batch.slots)
-    impl.do_kv_cache_update(layer, batch.keys[before], batch.values[before], kv_cache, batch.all_slots[before])
-    new = torch.isin(batch.all_slots, batch.slots)
-    key, value = batch.keys[new], batch.values[new]
-    impl.do_kv_cache_update(layer, key, value, kv_cache, batch.slots)
-    metadata = builder().build(0, common(batch))
-    padded = [torch.cat([t, torch.full((3, *t.shape[1:]), torch.nan).to(t.dtype)]) for t in (batch.query, key, value)]
-    out = torch.full_like(padded[0], torch.nan)
-    impl.forward(layer, *padded, kv_cache, metadata, out)
-    out, padding = out[:-3], out[-3:]
-    assert (padding == 0).all(), "vLLM takes maxima over all rows"
-    error = batch.error(out, window, None if s_aux is None else s_aux.float())
-    assert error < LIMITS[kv_cache_dtype]
-    decoded = FEW if kv_cache_dtype != "auto" else 1
-    assert flash is None or len(flash.calls) == ran + (max(queries) > decoded and not metadata.fresh)
-
-
-def test_new_sinks_land_where_graphs_read() -> None:
-    """In the model's parameter, as a load in place writes them, and in a parameter that takes its place."""
-    parameter = torch.nn.Parameter(torch.zeros(HEADS).bfloat16(), requires_grad=False)
-    impl = gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS, sinks=parameter)
-    impl.process_weights_after_loading(torch.bfloat16)
-    read = impl.calls.s_aux
-    assert read is not None and read.dtype is torch.float32
-    address = read.data_ptr()
-    parameter.data.copy_(torch.ones(HEADS).bfloat16())
-    assert torch.equal(read, torch.ones(HEADS))
-    for value in (2, 3):
-        impl.sinks = torch.nn.Parameter(torch.full((HEADS,), float(value)).bfloat16(), requires_grad=False)
-        impl.process_weights_after_loading(torch.bfloat16)
-        assert impl.calls.s_aux is not None and impl.calls.s_aux.data_ptr() == address
-        assert torch.equal(impl.calls.s_aux, torch.full((HEADS,), float(value)))
-    impl.sinks.data.fill_(4)
-    assert torch.equal(impl.calls.s_aux, torch.full((HEADS,), 4.0))
-
-
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", calls.INT8])
-def test_a_cache_that_vllm_frees_is_let_go(kv_cache_dtype: str) -> None:
-    """As its runner does after measuring the memory of graphs: by an attribute of its own backends."""
-    impl = gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS, None, None, kv_cache_dtype)
-    layer = types.SimpleNamespace(_k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
-    kv_cache = empty_cache(3, 16, kv_cache_dtype)
-    key = torch.zeros(3, KV_HEADS, 64).bfloat16()
-    impl.do_kv_cache_update(layer, key, key, kv_cache, torch.tensor([16, 17, 18]))
-    if kv_cache_dtype == calls.INT8:
-        impl._ensure_scale_caches(kv_cache)
-    assert impl.calls._known is not None
-    for name in ("_k_scale_cache", "_v_scale_cache"):
-        setattr(impl, name, None)
-    assert impl.calls._known is None
-
-
-def test_a_quantized_output_is_refused() -> None:
-    impl = gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS)
-    out, scale = torch.ones(3, HEADS, 64), torch.ones(1)
-    for name in ("output_scale", "output_block_scale"):
-        with pytest.raises(NotImplementedError, match="a scale of the output"):
-            impl.forward(None, out, out, out, out, None, out, **{name: scale})
-
-
-def test_a_layer_without_metadata_is_measured() -> None:
-    impl = gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS)
-    out = torch.ones(3, HEADS, 64)
-    assert not impl.forward(None, out, out, out, out, None, out).any()
-
-
-def test_what_no_kernel_computes_is_refused_with_the_layer() -> None:
-    with pytest.raises(NotImplementedError, match="chunk_lookback"):
-        gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS, chunk_lookback=2)
-    gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS, chunk_lookback=-1, use_alibi_sqrt=False)
-
-
-def test_prompts_over_int4_run_on_flash_attention_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM's Triton kernel reads INT4 from its own page; a CPU has no FlashAttention, and runs them in pieces."""
-    given = (HEADS, 64, 0.125, KV_HEADS, None, None, calls.INT4)
-    gqa.CuteAttentionImpl(*given)
-    monkeypatch.setattr(gqa, "current_platform", types.SimpleNamespace(is_cuda=lambda: True))
-    with pytest.raises(NotImplementedError, match="FlashAttention 3"):
-        gqa.CuteAttentionImpl(*given)
-    monkeypatch.setattr(gqa, "_flash_attention", lambda *a: FlashStandIn())
-    gqa.CuteAttentionImpl(*given)
-
-
-@pytest.mark.parametrize("kv_cache_dtype", calls.SCALED)
-def test_codes_with_scales_as_the_triton_kernels_read_them(kv_cache_dtype: str) -> None:
-    impl = gqa.CuteAttentionImpl(HEADS, 64, 0.125, KV_HEADS, None, None, kv_cache_dtype)
-    kv_cache = empty_cache(3, 16, kv_cache_dtype)
-    k, v = impl._pth_key_value_caches(kv_cache)
-    assert k.dtype is v.dtype is calls.CODES[kv_cache_dtype]
-    assert k.shape == v.shape == (3, 16, KV_HEADS, calls.code_bytes(64, k.dtype))
-    for scale in (impl._k_scale_cache, impl._v_scale_cache):
-        assert scale is not None and scale.shape == (3, 16, KV_HEADS) and scale.dtype is torch.float32
-    impl.calls.views(kv_cache).v.fill_(3)
-    assert bool((v.float() == 3).all()) and not k.float().any()
-
-
-# ---- decode context parallelism
-
-
-class TwoRanks:
-    """A group of vLLM's, seen from its second rank; both have the same tensors."""
-
-    world_size, rank_in_group, device_group = 2, 1, None
-
-    def all_gather(self, t: torch.Tensor, dim: int) -> torch.Tensor:
-        return torch.cat([t, t], dim=dim)
-
-
-@pytest.fixture
-def shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers that are made share the keys of requests with another rank."""
-    group, settings = TwoRanks(), types.SimpleNamespace(cp_kv_cache_interleave_size=4)
-    monkeypatch.setattr(parallel_state, "_DCP", group)
-    monkeypatch.setattr(gqa, "get_current_vllm_config", lambda: types.SimpleNamespace(parallel_config=settings))
-
-
-@pytest.mark.parametrize("interleave", [1, 16])
-def test_a_rank_has_the_tokens_that_vllm_says(interleave: int) -> None:
-    lengths = torch.arange(100, dtype=torch.int32)
-    for rank in range(3):
-        ours = Ranks(3, rank, interleave, torch.cat, None).lengths(lengths)
-        assert torch.equal(ours, theirs_utils.get_dcp_local_seq_lens(lengths, 3, rank, interleave))
-
-
-def test_a_layer_that_shares_keys(shared: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding and prompts go to the ranks, with the lengths that vLLM says this one has."""
-    impl = gqa.CuteAttentionImpl(HEADS, 64, 0.125, 1)
-    assert impl.need_to_return_lse_for_decode and impl.supports_dcp and impl._ranks is not None
-    assert (impl._ranks.size, impl._ranks.rank, impl._ranks.interleave) == (2, 1, 4)
-    ran: dict[str, Any] = {}
-    for name in ("decode", "prefill"):
-        keep = lambda *args, name=name: ran.update({name: args}) or args[-1].fill_(1)  # noqa: E731
-        monkeypatch.setattr(context_parallel, name, keep)
-    batch = draw_batch([40, 17, 40], [1, 1, 10], 16)
-    local = impl._ranks.lengths(batch.seq_lens)
-    metadata = builder().build(0, common(batch, dcp_local_seq_lens=local))
-    assert metadata.num_decodes == 2 and metadata.starts_host == [0, 10]
-    layer = types.SimpleNamespace(_k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
-    out, new = torch.full((14, HEADS, 64), torch.nan), torch.zeros(14, 1, 64)
-    cache = torch.zeros(batch.pages, 1, 16, 2 * 64)
-    impl.forward(layer, torch.cat([batch.query, batch.query[:2]]), new, new, cache, metadata, out)
-    assert torch.equal(ran["decode"][4], local[:2]) and ran["prefill"][7] == [0, 10]
-    assert (out[:12] == 1).all() and (out[12:] == 0).all()
-
-
-def test_layers_whose_keys_have_positions_are_refused(shared: None) -> None:
-    for options, words in (({"sliding_window": 64}, "a window"), ({"num_kv_heads": 2}, "2 KV heads")):
-        given = {"num_heads": HEADS, "head_size": 64, "scale": 0.125, "num_kv_heads": 1, **options}
-        with pytest.raises(NotImplementedError, match=f"decode context parallelism and {words}"):
-            gqa.CuteAttentionImpl(**given)
 
 
 # ---- sparse MLA
@@ -617,7 +278,7 @@ def test_a_layer_says_once_whether_it_is_ours(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("heads", [8, 16, 20, 128])
 def test_vllms_metadata_drives_sparse_mla(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM's own forward over the 656 bytes: below 32 heads all tokens as one sequence, else two tokens a request."""
+    """VLLM's own forward runs over 656-byte tokens: below 32 heads as one sequence, else two tokens per request."""
     monkeypatch.setattr(flashmla_sparse, "triton_convert_req_index_to_global_index", global_indices)
     layer = sparse_mla_layer(sparse_mla.CuteFlashMLASparseImpl, heads)
     out, lse = layer.forward()
@@ -648,7 +309,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def imported(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A module of a model, newly changed as by the plugin until the test ends."""
+    """A model's module, changed by the plugin until the test ends."""
     if not MODELS[name.rsplit(".", 2)[0]]:
         pytest.skip("only vLLM 0.33 has this model")
     module = importlib.import_module(name)
@@ -715,7 +376,7 @@ def test_the_sparse_indexer_asks_what_we_replace(monkeypatch: pytest.MonkeyPatch
 def test_vllms_metadata_drives_v4(
     name: str, heads: int, extra: bool, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
-    """VLLM's own `forward_mqa` of a batch that decodes, over its 584 bytes."""
+    """VLLM's own `forward_mqa` runs for a batch that decodes, over its 584-byte tokens."""
     module, call = imported(name, monkeypatch), v4_call(heads, extra)
     case, tokens = call.case, len(call.q)
     layer = object.__new__(getattr(module, v4.V4_CLASS))

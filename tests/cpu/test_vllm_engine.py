@@ -23,9 +23,9 @@ from tests.kit.accuracy_table import int8_error
 from tests.kit.threads import one_thread as one_thread
 
 ROOT = Path(__file__).resolve().parents[2]
-NEW = 12  # tokens that are generated
+NEW = 12  # generated tokens
 INT8 = "int8_per_token_head"
-LENGTHS = (5, 12, 30, 40)  # of prompts; 32 tokens a step, so the longer ones come in parts and meet decoding requests
+LENGTHS = (5, 12, 30, 40)  # of prompts; with 32 tokens a step, longer prompts come in parts and meet decoding requests
 
 
 def prompts() -> list[list[int]]:
@@ -60,9 +60,9 @@ JOBS: dict[str, dict[str, Any]] = {
     "llama-int4_per_token_head-flash": {"kv_cache_dtype": "int4_per_token_head", "block_size": 48},
     "llama-prefix-flash": {"kv_cache_dtype": INT8, "enable_prefix_caching": True},
 }
-"""Engines, by names that begin with that of a model; prompts of those that end with "flash" run as on a GPU."""
+"""Engines; each name begins with that of a model. Prompts of "flash" engines run as on a GPU."""
 if pytest.importorskip("vllm").__version__ >= "0.33":
-    # 0.26 does not read what transformers 5.17 says of Gemma 4, a head dimension a layer
+    # 0.26 does not read a head dimension per layer, as transformers 5.17 has for Gemma 4
     JOBS |= {
         "gemma4-auto": {},
         f"gemma4-{INT8}": {"kv_cache_dtype": INT8},
@@ -76,7 +76,7 @@ REPEATING = [tiny_models.sequences(50 + n, 1, n)[0].tolist() for n in (40, 45)]
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What each engine generated, all of them in one process: importing vLLM takes longer than serving."""
+    """What each engine generated. One process runs all of them, because importing vLLM takes longer than serving."""
     folder = tmp_path_factory.mktemp("vllm")
     models = {name: str(folder / name) for name in sorted({name.split("-")[0] for name in JOBS})}
     for name, path in models.items():
@@ -134,7 +134,7 @@ def test_tokens_and_logits_are_those_of_transformers(kind: str, served: dict[str
         assert request["tokens"] == tokens
         exact = logits.log_softmax(-1)
         error = (log_probabilities(request) - exact).norm() / exact.norm()
-        # e4m3 keeps 3 bits of a number where INT8 keeps up to 7, and 4-bit codes have 15 steps where INT8 has 254
+        # e4m3 keeps 3 bits of a number, INT8 up to 7; 4-bit codes have 15 steps, INT8 has 254
         more = {"fp8": 4, "int4": 17}.get(cache.split("_")[0], 1)
         assert error < int8_error() * more, f"{len(prompt)} tokens: {error:.1e}"
 
@@ -151,7 +151,7 @@ def test_our_operators_served_them(kind: str, served: dict[str, Any]) -> None:
 
 
 def test_drafts_are_decoded_together(served: dict[str, Any]) -> None:
-    """Prompts that repeat themselves give drafts of three tokens, which take fewer steps than tokens."""
+    """Repetitive prompts give drafts of three tokens, so there are fewer steps than tokens."""
     found = served["llama-speculative"]
     for prompt, request in zip(REPEATING, found["requests"], strict=True):
         assert request["tokens"] == vllm_models.counted_on(prompt, NEW) == of_transformers("llama", True, prompt)[0]
@@ -162,7 +162,7 @@ def test_drafts_are_decoded_together(served: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", [name for name in JOBS if "prefix" in name])
 def test_a_prefix_is_served_from_the_cache(kind: str, served: dict[str, Any]) -> None:
-    """The second round finds the pages that the first one filled, and goes on from them."""
+    """The second round finds the pages that the first round filled, and continues from them."""
     first, longer, again = served[kind]["requests"]
     assert first["cached"] == 0 and longer["cached"] == again["cached"] == 32
     whole = tiny_models.sequences(90, 1, 100)[0].tolist()
@@ -173,7 +173,7 @@ def test_a_prefix_is_served_from_the_cache(kind: str, served: dict[str, Any]) ->
 
 
 def test_the_jobs_of_vllm_check_serve_and_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As scripts/vllm_check.py runs them on a GPU, each forked from a process that has imported vLLM."""
+    """scripts/vllm_check.py runs them on a GPU in the same way, each forked from a process that has imported vLLM."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     vllm_models.save(tiny_models.trained("llama"), tmp_path / "llama")
@@ -204,7 +204,7 @@ def test_the_jobs_of_vllm_check_serve_and_measure(tmp_path: Path, monkeypatch: p
     assert all(0 < case["ms"] < 1e4 and len(case["ms_all"]) == 3 for case in cases)
     calls = {name: data for name, event, data in events if event == "calls"}
     assert calls["serve"]["prefill_fresh"] > 0
-    # prompts are counted as computed: all calls are of decoding, and read what `fill` wrote
+    # prompts count as computed: all calls decode, and read what `fill` wrote
     assert set(calls["measure"]) == {"decode", "append_scaled"}
     cases = [data for name, event, data in events if (name, event) == ("first", "case")]
     assert [(case["requests"], case["tokens"]) for case in cases] == [(1, 64), (2, 300)]

@@ -1,4 +1,4 @@
-"""vLLM's sparse indexer with `index_decode` or `index_topk` in it, in modules that ask as vLLM 0.26 and 0.33 do."""
+"""vLLM's sparse indexer with `index_decode` or `index_topk`, in modules that call as vLLM 0.26 and 0.33 do."""
 
 import functools
 import types
@@ -60,7 +60,7 @@ def as_0_26() -> types.ModuleType:
 def as_0_33(theirs: list[str]) -> types.ModuleType:
     module = types.ModuleType("sparse_attn_indexer")
 
-    @functools.cache  # as vLLM's, which therefore has a `__wrapped__` already
+    @functools.cache  # vLLM's function is cached, too, and therefore has a `__wrapped__`
     def get_indexer_topk(backend: str) -> Callable[..., None]:
         return lambda logits, seq_lens, next_n, topk_indices, topk_tokens, max_seq_len: theirs.append(backend)
 
@@ -69,7 +69,7 @@ def as_0_33(theirs: list[str]) -> types.ModuleType:
 
 
 def rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits as DeepGEMM's, whose rows are 1024 bytes apart; lengths of two queries each; the result."""
+    """Logits with rows 1024 bytes apart, as DeepGEMM's; lengths of two queries each; the result."""
     logits = torch.full((6, 512), torch.nan)[:, :300]
     logits.copy_(logits_of("integers", 6, 300))
     return logits, torch.tensor(LENGTHS, dtype=torch.int32).view(3, 2), torch.full((8, 80), -1, dtype=torch.int32)
@@ -79,7 +79,7 @@ def rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_operators_of_0_26(name: str, is_sm90: bool, said: list[str], theirs: list[str]) -> None:
     module: Any = as_0_26()
     indexer.change_indexer(module)
-    indexer.change_indexer(module)  # a second time changes nothing
+    indexer.change_indexer(module)  # a second change does nothing
     logits, lengths, buffer = rows()
     module.choose(name, logits, lengths, buffer[:6, :TOPK], None, TOPK)
     check(buffer, logits, is_sm90, said, theirs, name)
@@ -102,7 +102,7 @@ def test_the_function_of_0_33(is_sm90: bool, said: list[str], theirs: list[str])
 def check(
     buffer: torch.Tensor, logits: torch.Tensor, is_sm90: bool, said: list[str], theirs: list[str], name: str
 ) -> None:
-    """Either `index_topk` has written its positions, and nothing else, or vLLM's kernel was called."""
+    """Requires that either `index_topk` wrote its positions and nothing else, or vLLM's kernel was called."""
     assert len(said) == 1 and (buffer[6:] == -1).all() and (buffer[:, TOPK:] == -1).all()
     if is_sm90:
         expected = index_topk(logits, torch.tensor(LENGTHS, dtype=torch.int32), TOPK)
@@ -161,7 +161,7 @@ def as_scoring(theirs: list[str], module: types.ModuleType, ranks: int = 1) -> A
 
 
 def ask(module: Any, call: dict[str, torch.Tensor], out: torch.Tensor, q_scale: torch.Tensor | None = None) -> None:
-    """Logits of a call, then the choice from them, as vLLM's indexer asks."""
+    """Makes logits, then chooses from them, as vLLM's indexer does."""
     lengths, width = call["cache_seqlens"], call["block_table"].shape[1] * 64
     logits = module.fp8_fp4_paged_mqa_logits(
         (call["q"], q_scale), call["k_cache"].unsqueeze(2), call["weights"].flatten(0, 1), lengths,
@@ -214,7 +214,7 @@ def test_logits_that_stay_with_vllm(
 def test_unmade_logits_are_made_once_for_whoever_reads_them(
     said: list[str], theirs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By an operator of torch; and where `index_decode` refuses the result, whose rows are not contiguous."""
+    """The reader may be an operator of torch; `index_decode` refuses to write a result that is not contiguous."""
     monkeypatch.setattr(indexer, "is_sm90", lambda device: True)
     module = as_scoring(theirs, as_0_26())
     call, buffer = scoring_call(), torch.full((6, TOPK + 8), -7, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""bench/vllm_mla.py without vLLM and without a GPU: engines led along known tokens, runs compared, what is timed."""
+"""bench/vllm_mla.py without vLLM and GPU: engines follow known tokens, runs are compared, calls are timed."""
 
 import importlib.util
 import json
@@ -22,7 +22,7 @@ Requests = list[tuple[list[int], list[int]]]
 
 
 class Engine:
-    """Says what follows a request's tokens, but for the positions at which it says token 0, by a score of `gap`."""
+    """Continues a request's tokens, but says token 0 at some positions, by a score of `gap`."""
 
     def __init__(self, requests: Requests, wrong: dict[tuple[int, int], float]) -> None:
         self.requests, self.wrong, self.asked = requests, wrong, list[int]()
@@ -116,7 +116,7 @@ def test_scores_that_are_no_numbers_are_wrong(requests: Requests) -> None:
 
 
 def test_a_token_of_other_keys_is_told_from_a_wrong_one(requests: Requests) -> None:
-    """Only where our engine, given the keys of the other, agrees with it."""
+    """A token is excused if our engine also says it once it gets the other engine's keys."""
     runs = {
         ("stock-eager", "all"): run(requests, {}),
         ("ours-eager", "all"): run(requests, {(1, 5): 2.0, (2, 3): 2.0}),
@@ -144,7 +144,7 @@ def test_with_the_same_keys_near_is_what_short_requests_say(
 
 
 class Indexer(torch.nn.Module):
-    """A layer's, whose choices are random."""
+    """The indexer of a layer, with random choices."""
 
     prefix = "layer"
 
@@ -157,7 +157,7 @@ class Indexer(torch.nn.Module):
 
 
 class DeepseekV32Indexer(Indexer):
-    """Of vLLM 0.33, which calls a function in its place."""
+    """The indexer of vLLM 0.33, which calls a function that replaces its forward."""
 
     k_cache = SimpleNamespace(prefix="layer.k_cache")
 
@@ -227,7 +227,7 @@ def test_choices_are_kept_and_given_by_request_and_position(
 
 
 def test_sums_of_new_weights_land_where_graphs_read() -> None:
-    """A graph of DeepSeek-V4's first layer goes on to read the tensor with which it was captured."""
+    """A graph of DeepSeek-V4's first layer keeps reading the tensor with which it was captured."""
     layers = [SimpleNamespace(hc_attn_fn=torch.ones(3, 8), hc_attn_fn_broadcast=None) for _ in range(2)]
 
     def finalize() -> None:

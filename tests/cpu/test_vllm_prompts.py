@@ -38,7 +38,7 @@ def layer_of(cache_dtype: str, **options: Any) -> tuple[GqaCalls, FlashStandIn]:
 
 
 def filled(layer: GqaCalls, batch: Batch) -> CacheViews:
-    """The batch's cache; what no request has is NaN."""
+    """The batch's cache; slots of no request are NaN."""
     kv_cache = empty_cache(batch.pages, 16, layer.cache_dtype)
     views = layer.views(kv_cache, *batch.scales)
     if layer.kind is not None:
@@ -65,7 +65,7 @@ def attended(layer: GqaCalls, batch: Batch) -> torch.Tensor:
 @pytest.mark.parametrize("limit", [1, 5, 20, 1000])
 @pytest.mark.parametrize("rejected", [0, SLACK + AHEAD])
 def test_every_query_has_its_keys_once(window: int | None, limit: int, rejected: int) -> None:
-    """Whatever the limit, and however far the host's lengths are off, in the range that it allows."""
+    """Limits vary, and so do the errors of the host's lengths within the allowed range."""
     lengths, counts = [900, 17, 300, 0, 333, 16, 1600], [1, 17, 200, 0, 333, 1, 700]
     starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
     said = [length + rejected if count else 0 for length, count in zip(lengths, counts, strict=True)]
@@ -99,7 +99,7 @@ def test_requests_share_a_call() -> None:
 
 
 def test_requests_that_are_alone_share_none() -> None:
-    """Which call a request is in, and on which kernel, follows from that request: few tokens are none of their own."""
+    """A request alone decides which calls it is in and which kernel they use. Few tokens get no call of their own."""
     lengths = [64, 48, 64, 48, 48, 20]
     assert plan([0, 40, 80, 120, 121, 161, 161], lengths, 16, None, 7, alone=True) == [
         [Run((i, i + 1), ((0, -(-lengths[i] // 16)),), True)] for i in range(5)
@@ -109,7 +109,7 @@ def test_requests_that_are_alone_share_none() -> None:
 @pytest.mark.parametrize("cache_dtype", LIMITS)
 @pytest.mark.parametrize("window", [None, 20])
 def test_prompts_that_are_alone(cache_dtype: str, window: int | None) -> None:
-    """A request's calls are those that it has without the others, and have no splits to choose."""
+    """A request's calls are the calls that it has without other requests, and they have no splits to choose."""
 
     def asked(batch: Batch) -> list[dict[str, Any]]:
         layer, flash = layer_of(cache_dtype, window=window, num_splits=1)
@@ -151,7 +151,7 @@ def test_parts_are_made_once_a_step() -> None:
 
 
 def test_few_tokens_are_decoded_in_pieces() -> None:
-    """The first piece of a request is filled up at its beginning; each sees what is before its own last token."""
+    """The first piece of a request is filled up at its beginning; each piece sees what precedes its own last token."""
     batch = draw_batch([100, 40, 70, 20], [3, 33, 17, 8], 16)
     pieces = prompts_of(batch).pieces
     assert pieces is not None
@@ -190,7 +190,7 @@ def test_prompts_over_the_cache(
 
 
 def test_lengths_beyond_those_of_the_host_read_no_other_pages() -> None:
-    """As a step has them whose lengths on the host are of another one: wrong results, but of its own memory."""
+    """The host's lengths may be those of another step. Results are then wrong, but no foreign memory is read."""
     batch = draw_batch([500, 170], [200, 150], 16)
     layer, flash = layer_of(INT8)
     given = Prompts(batch.starts, batch.seq_lens, batch.block_table, batch.starts.tolist(), [260, 0])
@@ -205,7 +205,7 @@ def test_lengths_beyond_those_of_the_host_read_no_other_pages() -> None:
 @pytest.mark.parametrize("parts", [2, STATES, STATES + 1, 2 * STATES + 1])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_any_number_of_parts_is_merged(parts: int, sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The results of `STATES` of them are there at one time, and the copies of one."""
+    """Results of `STATES` parts exist at a time, and copies of one."""
     batch = draw_batch([16 * 12 * parts - 20, 90], [40, 35], 16)
     monkeypatch.setattr(calls_module, "COPY_BYTES", 12 * 2 * 2 * 2 * 64 * 16)
     s_aux = torch.linspace(-1, 2, HEADS).bfloat16().float() if sinks else None
@@ -233,7 +233,7 @@ def test_any_number_of_parts_is_merged(parts: int, sinks: bool, monkeypatch: pyt
 
 @pytest.mark.parametrize("cache_dtype", LIMITS)
 def test_a_length_that_the_host_does_not_know_yet(cache_dtype: str) -> None:
-    """A draft model's: one token more than the batch that it is handed says, on a page of its own."""
+    """A draft model has one token more than its batch says, on a page of its own."""
     batch = draw_batch([65, 97], [40, 35], 16)
     layer, _ = layer_of(cache_dtype)
     given = Prompts(batch.starts, batch.seq_lens, batch.block_table, batch.starts.tolist(), [64, 96])
@@ -253,7 +253,7 @@ def test_softcap_and_scale_reach_it() -> None:
 @pytest.mark.parametrize("softcap, ran", [(None, 0), (1.0, 1)])
 @pytest.mark.parametrize("window, sinks", [(None, False), (20, True)])
 def test_fresh_prompts(window: int | None, sinks: bool, softcap: float | None, ran: int) -> None:
-    """Those of a layer that `sink_attention` computes run on it."""
+    """Prompts of a layer that `sink_attention` can compute run on it."""
     batch = draw_batch([40, 5, 17], [40, 5, 17], 16)
     s_aux = torch.linspace(-1, 2, HEADS).bfloat16().float() if sinks else None
     layer, flash = layer_of("auto", window=window, s_aux=s_aux, softcap=softcap)
@@ -289,7 +289,7 @@ def test_a_layer_asks_for_copies_and_their_merges(cache_dtype: str, kv_dtype: st
 
 
 def test_a_single_head_has_a_stride() -> None:
-    """Torch says 1 or anything for the stride of one head, and TMA refuses less than 16 bytes."""
+    """Torch may give any stride to a single head, and TMA refuses less than 16 bytes."""
     layer, flash = layer_of("auto")
     layer.kv_heads = 1
     batch = draw_batch([40, 17], [10, 17], 16)

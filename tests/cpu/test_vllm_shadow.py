@@ -1,4 +1,4 @@
-"""bench/vllm_shadow.py: two kernels answer an engine's calls, and one answer is held against the other."""
+"""bench/vllm_shadow.py: two kernels answer an engine's calls, and their answers are compared."""
 
 import sys
 import types

@@ -6,7 +6,7 @@ from bench.report import vllm
 
 
 def cases(ms: float, contexts: tuple[int, ...] = (1024, 8192)) -> list[dict[str, Any]]:
-    """Of batch 1 and 64; the second batch and context each take twice as long."""
+    """Cases of batch 1 and 64. The second batch and context each take twice as long."""
     return [
         {"context": c, "batch": b, "ms": ms * (1 + i) * (1 + j), "attention_ms": ms * (1 + i) * (1 + j) / 2}
         for i, c in enumerate(contexts)

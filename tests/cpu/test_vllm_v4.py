@@ -1,4 +1,4 @@
-"""DeepSeek-V4 and HY-V4 in vLLM: layers with padded heads over our operator, by a module as vLLM's, without vLLM."""
+"""DeepSeek-V4 and HY-V4 in vLLM: layers with padded heads over our operator, in a module like vLLM's, without vLLM."""
 
 import contextlib
 import importlib
@@ -33,14 +33,14 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def module(said: list[str]) -> Any:
-    """A module as vLLM's, changed."""
+    """A module like vLLM's, changed by the plugin."""
     loaded = flash_mla_of_v4.load()
     v4.change_deepseek_v4(loaded)
     return loaded
 
 
 def forward(module: Any, call: V4Call, output: torch.Tensor, **changes: Any) -> Any:
-    """The forward of a layer, with other indices or caches where `changes` say so."""
+    """The forward of a layer; `changes` replace indices or caches."""
     case = call.case
     given = {
         "window_cache": case.kv_cache, "extra_cache": case.extra_kv_cache, "indices": case.indices,
@@ -87,7 +87,7 @@ def test_a_call_outside_of_a_layer_computes_all_heads(said: list[str]) -> None:
 
 
 def test_threads_have_heads_of_their_own(module: Any) -> None:
-    """VLLM's micro-batches: a layer in another thread does not change the heads of this one's."""
+    """VLLM has micro-batches: a layer in another thread must not change the heads of this thread's layer."""
     call = v4_call(16)
     output = call.output()
     with real_heads(8):
@@ -216,7 +216,7 @@ def test_a_v4_layer_that_does_not_say_its_heads_computes_all(module: Any, said: 
 
 @contextlib.contextmanager
 def without_vllm() -> Iterator[None]:
-    """No module of vLLM is imported inside, and the ways to import one are as before."""
+    """Imports no module of vLLM inside the block, and restores the ways to import one."""
     before = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "vllm"}
     finders, folders = list(sys.meta_path), list(sys.path)
     try:
@@ -230,7 +230,7 @@ def without_vllm() -> Iterator[None]:
 
 @pytest.fixture
 def vllm_on_disk(tmp_path: Path) -> Iterator[None]:
-    """A vLLM of nothing but the modules that are changed."""
+    """A vLLM that consists of the modules to be changed."""
     with without_vllm():
         sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, on_import.ChangingFinder)]
         for name in v4.CHANGES:

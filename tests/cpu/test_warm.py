@@ -1,4 +1,4 @@
-"""Warm start: which kernels a model needs, as its ops would ask for them, and that they are on disk afterwards."""
+"""Warm start: which kernels a model needs, as its operators would request them, and that they end up on disk."""
 
 import os
 import subprocess
@@ -44,17 +44,16 @@ BATCHES = (1, 2, 3, 5, 8, 16, 31, 32, 64, 100, 133, 200, 256)
 
 
 class Asked(list[Any]):
-    """Specs that ops ask for, on a machine without a GPU."""
+    """Specs that operators request on a machine without a GPU."""
 
     def kernel(self, spec: Any) -> Any:
-        """Replaces `get_kernel`."""
         self.append(spec)
         return lambda *arguments: None
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    """Ops that believe to have a GPU with `SMS` multiprocessors, and keep nothing that they prepare."""
+    """Makes operators believe in a GPU with `SMS` multiprocessors, and keep no prepared launch."""
     found = Asked()
     constants = types.SimpleNamespace(
         num_sms=SMS, no_sink=torch.empty(1024, device="meta"), no_length=torch.empty(1, device="meta")
@@ -261,7 +260,7 @@ def test_gqa_shapes_name_what_the_op_prepares(asked: Asked, shape: GqaShape, tok
 
 
 def test_small_batches_of_short_sequences_take_a_kernel_of_their_own() -> None:
-    """So the test above compares more than one decode kernel."""
+    """The test above therefore compares more than one decode kernel."""
     named = kernel_specs(GqaShape(32, 8, max_tokens=4096), batch_sizes=BATCHES)
     assert [getattr(spec, "cluster", None) for spec in named] == [8, 4, 1, None]
 
@@ -411,7 +410,7 @@ def test_a_cache_that_cannot_be_written_is_reported(place: Place) -> None:
 
 
 def test_the_command_warms_a_model(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two kernels: decoding of batch 64 over INT8, and its append."""
+    """The two kernels are the decode of batch 64 over INT8, and its append."""
     arguments = ["--heads", "32", "--kv-heads", "8", "--batch-sizes", "64", "--processes", "2"]
     assert main([*arguments, "--list"]) == 1
     assert capsys.readouterr().out.count("to compile") == 2 and not place.directory.exists()

@@ -30,7 +30,7 @@ class TinyKernel:
         tid, _, _ = cute.arch.thread_idx()
         row, _, _ = cute.arch.block_idx()
         if cutlass.const_expr(self.fault == "spill"):
-            # registers have no index at run time: a table written and read by one lies in local memory
+            # registers cannot be indexed at run time: a table read and written by an index lies in local memory
             table = cute.make_rmem_tensor(64, Float32)
             for i in cutlass.range(64, unroll=1):
                 table[(i * tid) % 64] = mX[row, i] * alpha

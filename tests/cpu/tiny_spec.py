@@ -39,7 +39,7 @@ class TinyShape:
 
 
 def fill_without_torch(spec: TinySpec) -> None:
-    """Does what a process that compiles does, which must leave torch alone."""
+    """Compiles as a worker process does, which must not import torch."""
     from cute_kernels.runtime import compile
 
     compile._fill(spec)

@@ -9,7 +9,6 @@ from bench.vllm_pool import Messages
 
 
 def run(kind: str, options: dict[str, Any], messages: Messages) -> None:
-    """A job "serve", "measure" or "first"."""
     gpu.set_environment()
     import torch
 

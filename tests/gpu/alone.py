@@ -1,6 +1,6 @@
-"""Tensors with unmapped memory before and after them, where any access of a kernel is an illegal one.
+"""Tensors between unmapped memory, where any access outside a tensor is illegal.
 
-In memory of torch's allocator, stray reads go unseen.
+Memory of torch's allocator would hide stray reads.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def alone(t: torch.Tensor, *, last: bool) -> torch.Tensor:
     """A copy of a tensor, with its strides, in memory that begins with its first element or ends with its last.
 
     Args:
-        t: on the current CUDA device; itself if it has no elements.
-        last: whether memory ends with it; else it begins with it.
+        t: a tensor on the current CUDA device. Without elements it is returned itself.
+        last: whether memory ends with the tensor; otherwise memory begins with it.
     """
     if not t.numel():
         return t

@@ -1,7 +1,7 @@
-"""Tests that need an SM90 GPU: skipped with one reason elsewhere, and looked for only when the first of them runs.
+"""Tests that need an SM90 GPU. Elsewhere they are skipped with one reason; the first test looks for the GPU.
 
-One process is enough, but most of its time is the host's. Several do the same work side by side, after one that
-compiles for all of them; `scripts/gpu_check.py` runs them so:
+One process is enough, but spends most of its time on the host. `scripts/gpu_check.py` therefore compiles in one process
+and then runs several side by side:
 
     pytest tests/gpu --compile-only
     pytest tests/gpu -m alone                              tests that measure time
@@ -32,6 +32,7 @@ from cute_kernels.sink import backward_spec as sink_backward_spec
 from cute_kernels.sink import spec as sink_spec
 from tests.kit.compare import Comparison, check_decode
 from tests.kit.mla_cases import DecodeCase
+from tests.kit.sink_calls import change_results
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,7 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Takes one shard of the tests that -m and -k leave: every n-th, because neighbouring tests are often alike."""
+    """Keeps one shard of the selected tests. It is every n-th test, because neighbouring tests are often alike."""
     part = session.config.getoption("shard", None)
     if part is not None:
         i, n = part
@@ -90,7 +91,7 @@ def other_than_sm90() -> str:
 
 
 def kernel_specs(session: pytest.Session) -> list[Any]:
-    """All shipped specs, and those that `kernel_specs` of each collected file returns."""
+    """Shipped specs, and the results of `kernel_specs` in each collected file."""
     modules: tuple[Any, ...] = (
         mla_spec,
         crossover_spec,
@@ -123,6 +124,12 @@ def free_memory() -> Iterator[None]:
     """Frees cached memory: some cases fill gigabytes, in blocks of sizes that no other case asks for."""
     yield
     torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def poisoned_sink(monkeypatch: pytest.MonkeyPatch, free_memory: None) -> None:
+    """Fills the results of `sink_attention` with NaN before its kernels are launched."""
+    change_results(monkeypatch, lambda t: t.fill_(torch.nan))
 
 
 RunDecode = Callable[..., Comparison]

@@ -1,4 +1,4 @@
-"""Bad input on a CUDA device: the tables of tests/kit are refused in the words of a CPU, and nothing is launched."""
+"""Bad input on a CUDA device: the tables of tests/kit give the same errors as on a CPU, and nothing is launched."""
 
 from typing import Any
 
@@ -19,13 +19,12 @@ from tests.kit.bad_input import TABLES
 
 
 def kernel_specs() -> list[Any]:
-    """The kernels that valid calls launch."""
     return specs.of_tables()
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each operator forgets its launches, and that this GPU has passed the check."""
+    """Makes each operator forget its launches, and that this GPU has passed the check."""
     for module in (mla_launch, gqa_launch, append_op, kv_append_op, merge_op):
         monkeypatch.setattr(module, "_prepared", PreparedLaunches())
 
@@ -43,7 +42,7 @@ def test_another_gpu_is_named(name, monkeypatch):
 
 
 def words(name: str, label: str, device: str) -> str:
-    """Type and message of the error, without the device's name; or what happened instead of an error."""
+    """Type and message of the error without the device's name, or what happened instead of an error."""
     try:
         error = TABLES[name].refusal(label, device)
     except Exception as other:  # the test fails after it has tried all labels
@@ -69,7 +68,7 @@ def test_a_gpu_refuses_in_the_words_of_a_cpu(name, prepared):
 
 
 def test_strides_of_dimensions_of_one_element_are_free():
-    """Axes of size 1 may have any stride: torch leaves it open, and slices of wider tensors have odd ones."""
+    """Torch leaves the stride of an axis of size 1 open, and slices of wider tensors have odd ones."""
     call = TABLES["mla_fp8_decode, sparse"].right("cuda")
     one = {name: call[name][:1, :1, :1].clone() for name in ("q", "out", "lse")}
     one["q"] = one["q"].as_strided(one["q"].shape, (577, 577, 577, 1))

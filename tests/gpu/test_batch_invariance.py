@@ -1,7 +1,7 @@
-"""For a given number of splits a row's bits depend on that row alone: every row of batches of 2 to 256, and alone.
+"""With a given number of splits, the bits of a row depend on that row alone, in batches of 2 to 256 rows.
 
-A batch repeats a few requests of different lengths, so that its caches stay small and each row has been computed alone.
-Prompts have several queries. tests/cpu/test_batch_invariance.py holds the same of what planners choose.
+A batch repeats a few requests of different lengths, so that caches stay small and each row has been computed alone.
+Prompts have several queries. tests/cpu/test_batch_invariance.py tests the planners' choices.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Decode = Callable[[Sequence[int]], Result]
 
 
 def hold(decode: Decode, batches: Sequence[int] = BATCHES) -> Result:
-    """Each row of batches of every size has the bits that it has alone; returns these.
+    """Requires that each row has the same bits alone and in batches of every size; returns these bits.
 
     Args:
-        decode: out and lse of a batch of these requests, numbers below `DISTINCT`.
-        batches: their sizes.
+        decode: takes requests as numbers below `DISTINCT`, and returns out and lse of their batch.
+        batches: sizes of batches.
     """
     each = [decode([i]) for i in range(DISTINCT)]
     out, lse = (torch.cat(parts) for parts in zip(*each, strict=True))
@@ -116,7 +116,7 @@ def test_mla(name, way):
 @pytest.mark.parametrize("num_splits", SPLITS)
 @pytest.mark.parametrize("name", ["v3.2", "v3.2, lengths", "dense v3.2"])
 def test_mla_with_every_exchange(name, num_splits):
-    """Each exchange has its own rounding, which no other row changes."""
+    """The exchanges round differently, and no other row may change a result."""
     case = MLA[name](h_q=128)
     for exchange in ("none", "codes", "values"):
         hold(mla(case, num_splits=num_splits, exchange=exchange))
@@ -165,7 +165,7 @@ STATES = [(n, d, dtype) for n in (2, 8, 16, 33) for d, dtype in ((512, torch.flo
 
 @pytest.mark.parametrize(("num_states", "d", "dtype"), STATES, ids=str)
 def test_merge_states(num_states, d, dtype):
-    """16 heads: the rows of a batch are 32 to 4096, on both sides of every bound at which threads are laid out anew."""
+    """With 16 heads, batches have 32 to 4096 rows, on both sides of every bound at which threads are laid out anew."""
     gen, shape = generator(0, DEVICE), (num_states, DISTINCT, 1, 16)
     outs = torch.randn((*shape, d), generator=gen, dtype=torch.float32, device=DEVICE).to(dtype)
     lses = 4 * torch.randn(shape, generator=gen, dtype=torch.float32, device=DEVICE)
@@ -202,7 +202,7 @@ def test_sinks_of_prompts(d, window):
 
 @pytest.mark.parametrize(("d", "window"), PREFILL)
 def test_sinks_of_packed_prompts(d, window):
-    """Windows hide nothing of a short prompt alone, and much of all prompts together."""
+    """Windows hide nothing of a single short prompt, and much of all prompts together."""
     (q, k, v), s_aux = sinks_of(150, 150, d)
     lengths = [1 + 149 * i // (DISTINCT - 1) for i in range(DISTINCT)]
 
@@ -265,7 +265,6 @@ def test_compiled_and_in_a_graph(name):
 
 
 def kernel_specs() -> list[Any]:
-    """The kernels of these cases that are not shipped, so that they are compiled side by side."""
     specs: list[Any] = []
     formats: list[tuple[bool, str, str]] = [
         *((True, name, "") for name in ("v3.2_nope", "v4", "v4.1")), (True, "v4", "v4"), (True, "v4.1", "v4.1_fp4"),

@@ -1,4 +1,4 @@
-"""FlashMLA's interface on the GPU: +inf of empty rows and the order of lse come from the kernel that decodes."""
+"""FlashMLA's interface on the GPU: the decode kernel itself writes +inf for empty rows and orders lse."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Context parallelism on one GPU: ranks that take turns, and a group of one over NCCL; on several GPUs, NCCL itself."""
+"""Context parallelism on one GPU, by ranks in turn and by a group of one over NCCL; on several GPUs, by NCCL."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +28,7 @@ from tests.kit.mla_cases import dense_case, sparse_case
 
 
 def kernel_specs() -> list[Any]:
-    """Variants of the GQA kernel that ranks ask for; those of MLA are shipped."""
+    """Variants of the GQA kernel that ranks need; those of MLA ship."""
     specs = []
     for case in (case for case in CASES if case.op == "gqa"):
         for world_size, rank in ((2, 0), (WORLD, 0)):
@@ -48,7 +48,7 @@ several_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs t
 @pytest.mark.parametrize("world_size", [2, WORLD])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_shards_on_one_gpu_equal_the_whole(case: Case, world_size: int) -> None:
-    """All of a call but the collective: local calls, rows, merge, sinks, both kinds of heads."""
+    """Local calls, rows, merge, sinks and both kinds of heads run here; only the collective does not."""
     assert context_turns.problems(case, world_size, "cuda") == []
 
 
@@ -57,7 +57,7 @@ def test_shards_on_one_gpu_equal_the_whole(case: Case, world_size: int) -> None:
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[None]:
-    """A group of this process."""
+    """A group of this process alone."""
     device = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
     yield
@@ -67,7 +67,7 @@ def alone() -> Iterator[None]:
 @pytest.mark.parametrize("heads", ["gather", "scatter"])
 @pytest.mark.parametrize("s_q", [1, 3])
 def test_dense_mla_in_a_graph(heads: str, s_q: int, alone: None) -> None:
-    """Lengths and queries change in place between replays; what is replayed is the collective, too."""
+    """Lengths and queries change in place between replays. The replayed graph includes the collective."""
     case = dense_case(seqlens=[700, 3, 64, 300], h_q=64, s_q=s_q, sink="finite", padded=False, device="cuda")
     assert case.cache_seqlens is not None
     out, lse = case.outputs()
@@ -93,7 +93,7 @@ def test_dense_mla_in_a_graph(heads: str, s_q: int, alone: None) -> None:
 
 
 def test_sparse_mla_in_a_graph(alone: None) -> None:
-    """Lists are dealt out inside of the graph."""
+    """The graph itself deals out the lists."""
     case = sparse_case(
         batch=5, h_q=64, s_q=2, topk=200, num_slots=2048, lengths="query", sink="inf", padded=False, device="cuda"
     )
@@ -139,7 +139,7 @@ def test_gqa_in_a_graph(alone: None) -> None:
 
 @pytest.mark.parametrize("interleave", [1, 4])
 def test_shards_are_captured(interleave: int) -> None:
-    """Replays give what eager calls on the CPU give, for values that change in place."""
+    """Replays must give what eager calls on the CPU give, for values that change in place."""
     gen = torch.Generator().manual_seed(interleave)
     share = {"rank": 1, "world_size": 2, "interleave": interleave}
     host = {
@@ -182,7 +182,7 @@ def test_shards_are_captured(interleave: int) -> None:
 
 @several_gpus
 def test_gpus_equal_one_process(tmp_path: Path) -> None:
-    """All cases over NCCL and over symmetric memory, a process for each of two GPUs, or of four."""
+    """All cases run over NCCL and over symmetric memory, with a process for each of two or four GPUs."""
     world_size = 4 if torch.cuda.device_count() >= 4 else 2
     found = processes.run(context_workers.all_cases, tmp_path, world_size, backend="nccl", timeout=500.0)
     wrong = {(rank, case.name): found[rank].get(case.name) for rank in range(world_size) for case in CASES}
@@ -191,7 +191,7 @@ def test_gpus_equal_one_process(tmp_path: Path) -> None:
 
 @several_gpus
 def test_the_same_bits_in_a_graph_on_several_gpus(tmp_path: Path) -> None:
-    """Ten thousand replays give the bits of the first call, over NCCL and over symmetric memory."""
+    """Ten thousand replays must give the bits of the first call, over NCCL and symmetric memory."""
     found = processes.run(context_workers.replays, tmp_path, 2, backend="nccl", timeout=500.0)
     for combine in ("collective", "symmetric"):
         assert [found[rank][f"other bits: {combine}"] for rank in range(2)] == [0, 0]

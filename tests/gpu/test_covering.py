@@ -16,7 +16,6 @@ KEPT_BYTES = 2**31
 
 
 def kernel_specs() -> list[Any]:
-    """The kernels that this file runs."""
     return all_specs()
 
 
@@ -26,7 +25,7 @@ def label(row: GqaRow | MlaRow) -> str:
 
 @pytest.fixture(autouse=True)
 def free_memory() -> Iterator[None]:
-    """Frees memory after a large row: other processes use the same GPU."""
+    """Frees memory after a large row, because other processes use the same GPU."""
     yield
     if torch.cuda.memory_reserved() > KEPT_BYTES:
         torch.cuda.empty_cache()

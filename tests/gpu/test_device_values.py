@@ -1,7 +1,7 @@
-"""Values that only the device knows, of any size: lengths, indices, tables, slots and borders of packed sequences.
+"""Values of any size that only the device knows: lengths, indices, tables, slots, borders of packed sequences.
 
-A result has the same bits as with clamped values. Lengths and borders change between replays of a graph, when no check
-reads them again.
+A result must have the bits of a call with clamped values. Lengths and borders change between replays of a graph, when
+no check reads them again.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ from tests.kit.bits import require_same_bits
 from tests.kit.gqa_cases import GqaExpectation, check_gqa, gqa_case
 from tests.kit.graphs import capture
 from tests.kit.mla_cases import DecodeCase, generator, latent_tokens
+from tests.kit.sink_calls import change_results
 from tests.kit.sink_cases import SinkCase, SinkExpectation, sink_case
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
@@ -50,11 +51,11 @@ WAYS: list[dict[str, Any]] = [
     *({"h_q": h_q, "num_splits": splits} for h_q in (8, 16, 32, 64, 128) for splits in (None, 1, 3)),
     *({"h_q": 128, "num_splits": splits, "exchange": way} for way in ("codes", "values") for splits in (1, 3)),
 ]
-"""Balanced shares where lengths are given and splits are not; equal parts of each query; heads as rows."""
+"""Balanced shares if there are lengths but no splits; equal parts of each query; heads as rows."""
 
 
 def mla_case(h_q: int, s_q: int, batch: int) -> Any:
-    """The block table of every request has all pages of the cache."""
+    """A case in which the block table of every request has all pages of the cache."""
     cache = latent_tokens(CAPACITY, generator(3, "cuda")).view(-1, PAGE, TOKEN_BYTES)
     q = torch.randn((batch, s_q, h_q, QK_DIM), generator=generator(s_q, "cuda"), device="cuda").bfloat16() * 3
     table = torch.arange(CAPACITY // PAGE, device="cuda").int().repeat(batch, 1)
@@ -118,7 +119,7 @@ def test_mla_topk_lengths_and_indices(run_decode, per_query):
 
 
 def test_mla_table_entries(run_decode):
-    """A page that does not exist hides its keys; with 2^30 and more of them a product with the page would wrap."""
+    """A page that does not exist hides its keys. The product of a page number of 2^30 with the page size would wrap."""
     for options in WAYS:
         forced = dict(options)
         case = mla_case(forced.pop("h_q"), 2, len(OUTSIDE))
@@ -136,7 +137,7 @@ def test_mla_table_entries(run_decode):
 
 
 def variant(name: str, s_q: int, batch: int, **options: Any) -> Any:
-    """A call of a shipped kernel or of its cluster variant; every sequence fills its cache or its pages."""
+    """A call of a shipped kernel or of its cluster variant. Every sequence fills its cache or its pages."""
     token = {"scale_dtype": torch.float16}
     kinds: dict[str, dict[str, Any]] = {
         "tokens": {"layout": "BNSH", "h_q": 1, "h_kv": 1, **token},
@@ -164,7 +165,7 @@ def gqa(case: Any, **options: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("s_q", [1, 2, 8])
 @pytest.mark.parametrize("name", ["tokens", "pages", "words", "line"])
 def test_gqa_lengths(name, s_q, causal):
-    """Ranges of the whole batch, parts of each sequence; clusters where nothing is forced but for the line."""
+    """Covers ranges of the whole batch, parts of each sequence, and clusters if splits are not given."""
     for window in (None, 1, 100, INT32_MAX):
         case = variant(name, s_q, len(LENGTHS), cache_seqlens=int32(LENGTHS), causal=causal, window=window)
         expectation = GqaExpectation.of(case)
@@ -177,7 +178,7 @@ def test_gqa_lengths(name, s_q, causal):
 
 @pytest.mark.parametrize("name", ["tokens", "pages"])
 def test_gqa_lengths_of_many_sequences(name):
-    """A batch too large for one cluster a sequence: the line of all tiles is cut into ranges."""
+    """The batch is too large for one cluster per sequence, so all tiles together are cut into ranges."""
     lengths = int32(LENGTHS * 4)
     case = variant(name, 2, len(lengths), cache_seqlens=lengths)
     got = gqa(case)
@@ -201,7 +202,7 @@ def test_gqa_table_entries():
 # ---- appends
 
 SLOTS = [-(2**63), -(2**32) + 1, INT32_MIN, -1, 2, 2**31 + 3, 2**32 + 1, 2**40, 2**63 - 1]
-"""Of these numbers one is a valid slot; the low 32 bits of some others are a valid slot too."""
+"""One of these numbers is a valid slot. The low 32 bits of some others are one, too."""
 
 
 def test_slots_of_appends():
@@ -227,7 +228,7 @@ SAME: dict[str, Callable[[list[int], int], list[int]]] = {
     "before the beginning": lambda ends, total: [INT32_MIN, -1, -(2**30), *ends[3:]],
     "zeros at the end": lambda ends, total: [*ends[:3], total, 0, INT32_MIN],
 }
-"""Borders and their clamped values: a sequence that ends before it begins is empty."""
+"""Borders and their clamped values. A sequence that ends before it begins is empty."""
 OVERLAPPING: dict[str, list[int]] = {
     "up and down": [0, INT32_MAX, 0, INT32_MAX, INT32_MIN, INT32_MAX],
     "one more": [0, 100, 99, 200, 250, INT32_MAX],
@@ -238,7 +239,7 @@ OVERLAPPING: dict[str, list[int]] = {
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Turns off the check of borders, as in a replay."""
+    """Disables the check of borders, as in a replay."""
     monkeypatch.setattr(op, "_check_lengths", lambda *a: None)
     yield
     torch.cuda.synchronize()
@@ -249,7 +250,6 @@ def packed(d: int, window: int | None) -> SinkCase:
 
 
 def call_operators(case: SinkCase, deterministic: bool) -> tuple[torch.Tensor, ...]:
-    """Results of a forward and a backward."""
     tensors = (case.q, case.k, case.v, case.s_aux, case.cu_seqlens_q, case.cu_seqlens_k)
     numbers = (case.causal, case.window, case.softmax_scale, deterministic)
     out, lse = torch.ops.cute_kernels.sink_attention(*tensors, *numbers, True)
@@ -258,7 +258,7 @@ def call_operators(case: SinkCase, deterministic: bool) -> tuple[torch.Tensor, .
 
 
 def clamped(ends: list[int], total: int) -> list[int]:
-    """Borders that never decrease, of the same sequences as long as these do not overlap."""
+    """Borders that never decrease. Sequences that do not overlap keep their lengths."""
     clamped_ends = [min(max(end, 0), total) for end in ends]
     return [max(clamped_ends[: i + 1]) for i in range(len(clamped_ends))]
 
@@ -276,7 +276,7 @@ def ends_of(side: int) -> list[int]:
 @pytest.mark.parametrize("keys", [False, True])
 @pytest.mark.parametrize("borders", [*SAME, *OVERLAPPING])
 def test_work_list_of_any_borders(borders, keys):
-    """The work list has all blocks, or none where sequences overlap, and writes nothing past its last entry."""
+    """The list has all blocks, or none if sequences overlap, and nothing is written past its last entry."""
     rows, total = 64, TOTAL[int(keys)]
     given = SAME[borders](ends_of(int(keys)), total) if borders in SAME else OVERLAPPING[borders]
     lists = [int32(given), int32([0] * len(given))]
@@ -297,7 +297,7 @@ def test_work_list_of_any_borders(borders, keys):
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("d", [64, 128])
 def test_borders_that_a_replay_finds(d, window, deterministic):
-    """Results are those of clamped borders. Overlapping sequences harm no other memory: the next replay is right."""
+    """Results must be those of clamped borders. Overlapping sequences must not harm other memory or the next replay."""
     case = packed(d, window)
     right = [ends_of(0), ends_of(1)]
     with torch.no_grad():
@@ -329,10 +329,8 @@ def test_borders_that_a_replay_finds(d, window, deterministic):
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_no_borders_reach_beyond_the_tensors(deterministic, last, unchecked, monkeypatch):
-    """All tensors lie alone in memory: an access before or after one is a fault."""
-    for name in ("_fake_forward", "_fake_backward"):
-        allocate: Callable[..., Any] = getattr(op, name)
-        monkeypatch.setattr(op, name, lambda *a, allocate=allocate: tuple(alone(t, last=last) for t in allocate(*a)))
+    """Each tensor lies alone in memory, so that an access before or after it is a fault."""
+    change_results(monkeypatch, lambda t: alone(t, last=last))
     for d, window in ((64, None), (64, 100), (128, None), (128, 100)):
         case = packed(d, window)
         for name in ("q", "k", "v", "d_out", "cu_seqlens_q", "cu_seqlens_k"):

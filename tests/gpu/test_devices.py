@@ -1,4 +1,4 @@
-"""Several devices: a call runs on that of its tensors, whichever is current; all its tensors must be there."""
+"""A call runs on the device of its tensors, whichever device is current, and all its tensors must be there."""
 
 import dataclasses
 import functools
@@ -21,7 +21,6 @@ two_gpus = pytest.mark.usefixtures("second_gpu")
 
 
 def kernel_specs() -> list[Any]:
-    """The kernels that these tests launch."""
     return [*specs.of_tables(), *specs.of_samples()]
 
 
@@ -40,12 +39,12 @@ def device_0_is_current() -> Iterator[None]:
 
 @functools.cache
 def arguments(name: str) -> dict[str, Any]:
-    """Arguments of a sample, on the CPU; each device gets a copy of the same numbers."""
+    """Arguments of a sample on the CPU. Each device gets a copy of them."""
     return EVERY[name].inputs("cpu")
 
 
 def on(name: str, device: str) -> dict[str, Any]:
-    """The same arguments on a device, strides kept."""
+    """The arguments on a device, strides kept."""
     moved = {}
     for key, value in copied(arguments(name)).items():
         if isinstance(value, torch.Tensor):
@@ -84,7 +83,7 @@ def test_a_device_context_changes_nothing(name):
 
 @EACH_SAMPLE
 def test_a_call_runs_on_the_current_stream_of_its_device(name):
-    """The call sees results of earlier work on that stream, and later work on it waits for the call."""
+    """The call must see results of earlier work on that stream, and later work on it must wait for the call."""
     expected = run(name, "cuda:0")
     late = on(name, "cuda:0")
     torch.cuda.synchronize()
@@ -95,7 +94,7 @@ def test_a_call_runs_on_the_current_stream_of_its_device(name):
     torch.cuda.synchronize()
     stream = torch.cuda.Stream(0)
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)  # some 10 ms, in which a launch on any other stream would read zeros
+        torch.cuda._sleep(20_000_000)  # about 10 ms, in which a launch on any other stream would read zeros
         for key, value in values.items():
             tensors[key].copy_(value)
         results = EVERY[name].run(**late)
@@ -112,7 +111,7 @@ def test_a_current_stream_of_another_device_is_not_used(name):
     busy = torch.cuda.Stream(1)
     with torch.cuda.stream(busy):
         assert torch.cuda.current_device() == 1
-        torch.cuda._sleep(500_000_000)  # some 300 ms
+        torch.cuda._sleep(500_000_000)  # about 300 ms
         end = torch.cuda.Event()
         end.record()
         result = EVERY[name].run(**call)
@@ -124,7 +123,7 @@ def test_a_current_stream_of_another_device_is_not_used(name):
 
 @two_gpus
 def test_workspaces_of_devices_are_apart():
-    """Split calls on two devices at once: each device has its own partials and counters."""
+    """Split calls run on two devices at once; each device must have its own partials and counters."""
     cases = [sparse_case(batch=2, h_q=128, topk=2048, seed=1, device=f"cuda:{i}") for i in range(2)]
     expected = [mla_fp8_decode(case.q, case.kv_cache, **case.options(), num_splits=8) for case in cases]
     for _ in range(50):
@@ -148,7 +147,7 @@ def test_a_graph_on_another_device_than_the_first(name):
             EVERY[name].run(**call)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # torch captures on a stream of the device that a process first captured on, if it is not given one
+        # without a stream, torch captures on the device that the process first captured on
         with torch.cuda.graph(graph, stream=stream):
             results = EVERY[name].run(**call)
     for t in results:
@@ -161,7 +160,7 @@ def test_a_graph_on_another_device_than_the_first(name):
 
 
 def mixed() -> list[tuple[str, str]]:
-    """Each table with each of its tensors except the first, which fixes the device of the call."""
+    """Each table with each of its tensors except the first, which determines the device of the call."""
     return [
         (name, argument)
         for name, table in TABLES.items()

@@ -1,7 +1,7 @@
-"""Every op in environments of real programs: other defaults of torch, pools, inference mode, torch.compile, graphs.
+"""Operators in environments of real programs: other defaults of torch, pools, inference mode, torch.compile, graphs.
 
-A sample of every op and split form gives the same bits as in a plain process, also when the package runs there first,
-with no launch prepared and no constant made.
+A sample of every operator and split form must give the bits of a plain process, even if the package runs for the first
+time there, with no launch prepared and no constant made.
 """
 
 import contextlib
@@ -42,7 +42,6 @@ EVERY = {**SAMPLES, **LONG_SAMPLES}
 
 
 def kernel_specs() -> list[Any]:
-    """Variants of the GQA kernels here."""
     paged: dict[str, Any] = {"h_q": 8, "h_kv": 2, "layout": "paged_NHD", "padded": False, "device": "cpu"}
     cases = [gqa_case(**paged, seqlens=seqlens) for seqlens in ([70] * 40, [700, 300], [700, 3, 64, 300])]
     requests = [DECODE.request(**case.arguments(), num_splits=num_splits) for case in cases for num_splits in (None, 3)]
@@ -72,12 +71,12 @@ def cold(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @functools.cache
 def arguments(name: str) -> dict[str, Any]:
-    """Those of a sample, which no call writes to."""
+    """The arguments of a sample. No call writes to them."""
     return EVERY[name].inputs("cuda")
 
 
 def results(name: str) -> Results:
-    """Those of a sample over a copy of its arguments."""
+    """The results of a sample over a copy of its arguments."""
     with torch.inference_mode(False):
         given = copied(arguments(name))
     return EVERY[name].run(**given)
@@ -85,12 +84,12 @@ def results(name: str) -> Results:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Results]:
-    """By sample, the results in a plain process."""
+    """For each sample, the results in a plain process."""
     return {name: tuple(t.clone() for t in results(name)) for name in EVERY}
 
 
 def require_same(expected: dict[str, Results], where: str) -> None:
-    """Makes each call twice: the first one prepares the launch, the second one uses it."""
+    """Makes each call twice: the first call prepares the launch, the second uses it."""
     for name, wanted in expected.items():
         for turn in ("first", "second"):
             for n, (got, want) in enumerate(zip(results(name), wanted, strict=True)):
@@ -106,7 +105,7 @@ def private_pool() -> Iterator[None]:
 
 @contextlib.contextmanager
 def deterministic_algorithms() -> Iterator[None]:
-    """Torch also fills what `torch.empty` returns, with NaN."""
+    """In this mode torch also fills what `torch.empty` returns with NaN."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -128,7 +127,7 @@ ENVIRONMENTS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_the_same_bits_in(name, expected, monkeypatch):
-    """Also afterwards, in the plain environment, with launches prepared in the other one."""
+    """The bits must also be the same in a later plain environment, which uses the launches prepared here."""
     cold(monkeypatch)
     with ENVIRONMENTS[name]():
         require_same(expected, name)
@@ -166,7 +165,7 @@ MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
 
 
 def compiled_functions() -> dict[str, tuple[Callable[..., Any], Callable[[int], tuple[Any, ...]]]]:
-    """What is compiled, and its arguments for a batch of that size; the first is batch-sized."""
+    """Functions to compile, and their arguments for a batch size. The first tensor has the batch size."""
 
     def mla(q: torch.Tensor, indices: torch.Tensor, cache: torch.Tensor) -> Any:
         out, lse = mla_fp8_decode(q * 0.5, cache, indices=indices, num_splits=4, return_lse=True)
@@ -202,7 +201,7 @@ def compiled_functions() -> dict[str, tuple[Callable[..., Any], Callable[[int], 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["mla", "gqa", "sink"])
 def test_torch_compile(name, mode, dynamic, monkeypatch):
-    """CUDA-graph trees warm up, record and replay within four calls of a shape; nothing of the package is prepared."""
+    """CUDA-graph trees warm up, record and replay within four calls of a shape. No launch is prepared before."""
     function, arguments = compiled_functions()[name]
     sets = [arguments(batch) for batch in ((4, 2) if dynamic else (4,))]
     expected = [[t.clone() for t in function(*one)] for one in sets]
@@ -249,7 +248,7 @@ def mla_layer(batch: int) -> Any:
 
 
 def attend(case: Any, q: torch.Tensor) -> torch.Tensor:
-    """A layer whose query depends on the layer before."""
+    """A layer whose query depends on the previous layer."""
     out: Any = mla_fp8_decode(q, case.kv_cache, **case.options())
     return torch.cat([out, q[..., 512:]], dim=-1)
 
@@ -262,7 +261,7 @@ def capture(call: Callable[[], Any], **options: Any) -> tuple[torch.cuda.CUDAGra
 
 
 def test_graphs_of_61_layers_with_shapes_that_alternate():
-    """Five live graphs a shape, replayed in turn and two at once on two streams."""
+    """Each shape has five live graphs, replayed in turn and two at once on two streams."""
     cases = {batch: mla_layer(batch) for batch in (2, 5)}
 
     def model(batch: int) -> torch.Tensor:
@@ -289,7 +288,7 @@ def test_graphs_of_61_layers_with_shapes_that_alternate():
 
 
 def test_graphs_record_kernels_alone_and_give_their_counters_back():
-    """A memset before a launch would keep it from overlapping with the one before."""
+    """A memset before a launch would prevent the overlap with the previous launch."""
     from cuda.bindings import runtime
 
     case: Any = mla_layer(4)
@@ -325,7 +324,7 @@ def test_graphs_record_kernels_alone_and_give_their_counters_back():
 
 
 def test_a_graph_without_lse_writes_to_nothing_of_others(monkeypatch):
-    """Other shapes evict the prepared launch; the graph still writes the LSE that it was captured with."""
+    """Other shapes evict the prepared launch, and the graph still writes to the LSE that it was captured with."""
     cold(monkeypatch)
     monkeypatch.setattr(launch, "MAX_PREPARED", 4)
     case: Any = dense_case(seqlens=[70] * 40, h_q=64, padded=False, device="cuda")
@@ -365,7 +364,7 @@ def test_the_first_call_under_capture_is_refused_in_words(monkeypatch):
 
 
 def test_a_new_shape_under_capture_belongs_to_the_graph(monkeypatch):
-    """The kernel is compiled, the shape is new: memory of the call belongs to the graph, and none of it is kept."""
+    """The kernel is compiled but the shape is new. The call's memory must belong to the graph, and none may be kept."""
     cold(monkeypatch)
     case: Any = mla_layer(5)
     want: Any = mla_fp8_decode(case.q, case.kv_cache, **case.options())
@@ -402,7 +401,7 @@ def test_memory_of_threads_that_have_ended_is_freed():
 
 
 def test_threads_that_meet_the_package_cold(expected, monkeypatch):
-    """Six threads at once, each on its own stream, run all ops with nothing prepared."""
+    """Six threads, each on its own stream, run all operators at once with no launch prepared."""
     cold(monkeypatch)
     names = [name for name in EVERY if not EVERY[name].backward]
     wrong: list[str] = []

@@ -1,4 +1,4 @@
-"""A round of random calls on the GPU finds nothing, and finds a wrong bit when one is planted."""
+"""A round of random calls on the GPU finds no fault, and finds a planted wrong bit."""
 
 import threading
 from typing import Any
@@ -11,11 +11,11 @@ from bench.fuzzing import strategies
 from bench.fuzzing.rounds import Work, run_round
 
 ROUND = 10_000
-"""A round that `make fuzz` does not begin with."""
+"""Number of a round that `make fuzz` does not begin with."""
 
 
 def kernel_specs() -> list[Any]:
-    """All kernels that random calls may launch, so that they compile several at a time."""
+    """Kernels that random calls may launch, so that several compile at a time."""
     return strategies.kernel_specs()
 
 

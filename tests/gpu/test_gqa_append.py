@@ -23,7 +23,7 @@ SCALE_DTYPES = {"f32": torch.float32, "f16": torch.float16}
 
 @dataclass(frozen=True)
 class Target:
-    """Caches and scales on the GPU; those that the append writes hold random bytes before."""
+    """Caches and scales on the GPU. Those that the append writes hold random bytes before."""
 
     layout: str
     k_cache: torch.Tensor
@@ -61,7 +61,6 @@ class Target:
         kv_int8_append(k, v, *self.tensors(), slots, layout=self.layout)
 
     def check(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        """Append and compare all bytes."""
         expected = self.expect(k, v, slots)
         self.append(k.cuda(), v.cuda(), slots.cuda())
         self.require(expected)
@@ -126,7 +125,7 @@ OVER_HEADS = (("per_token", "per_token"), ("per_token_head", "per_token"), ("per
 
 
 def kernel_specs() -> list[KvAppendSpec]:
-    """Most kernels of this file, so that they compile several at a time; others compile at their call."""
+    """Most kernels of this file, so that several compile at a time; others compile when they are called."""
 
     def spec(kinds: tuple[str, str], **others: Any) -> KvAppendSpec:
         k_scale, v_scale = ("given" if kind in GIVEN else kind for kind in kinds)
@@ -178,7 +177,7 @@ def test_token_counts(layout: str, tokens: int) -> None:
 @pytest.mark.parametrize("layout", ["BSNH", "paged_vllm"])
 @pytest.mark.parametrize("h_kv, d", HEADS_AND_DIMS)
 def test_a_scale_per_token_over_any_number_of_heads(h_kv: int, d: int, layout: str) -> None:
-    """The kernel keeps up to 2048 values in registers and reads more twice; K and V differ in granularity."""
+    """The kernel keeps up to 2048 values in registers and reads more twice. K and V differ in granularity."""
     sizes = sizes_for(layout, 16, 45, h_kv, d)
     for kinds in OVER_HEADS:
         target = Target.make(layout, sizes, kinds, torch.float32)
@@ -189,7 +188,7 @@ def test_a_scale_per_token_over_any_number_of_heads(h_kv: int, d: int, layout: s
 
 
 def patterns(dtype: torch.dtype) -> torch.Tensor:
-    """All 65,536 bit patterns as 512 rows of 128: in order, where a row has about one exponent, and shuffled."""
+    """The 65,536 bit patterns as 512 rows of 128, in order, so that a row has about one exponent, and shuffled."""
     every = torch.arange(65536, dtype=torch.int32).short().view(dtype)
     shuffled = every[torch.randperm(65536, generator=generator(5))]
     return torch.cat((every, shuffled)).view(128, 8, 128)
@@ -258,7 +257,7 @@ def test_nan_and_inf(kind: str, dtype: str, scale_dtype: str) -> None:
 @pytest.mark.parametrize("kinds", [("per_token_head", "per_group_32"), ("per_token", "per_tensor")], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strided_tensors(layout: str, kinds: tuple[str, str]) -> None:
-    """Both k and v inside a fused projection, caches inside larger ones, scales and slots in every second place."""
+    """K and V are parts of a fused projection, caches of larger ones; scales and slots fill every second place."""
     tokens, h_kv, d = 77, 4, 128
     sizes = sizes_for(layout, 16, tokens, h_kv, d)
     dense = Target.make(layout, sizes, kinds, torch.float32)
@@ -316,7 +315,7 @@ def test_beyond_2_gib(layout: str) -> None:
     k, v = random_tokens(tokens, h_kv, d, torch.bfloat16, 10)
     slots = sizes.outer * sizes.rows - 1 - torch.arange(tokens)
     target.append(k.cuda(), v.cuda(), slots.cuda())
-    # a cache of its own: the last tokens of the large one
+    # its own cache: the last tokens of the large one
     last = [t[:, :, -64:] if layout == "BNSH" else t[-4:] for t in target.tensors()]
     if layout == "BNSH":
         first_slot = rows - 64
@@ -360,7 +359,6 @@ def test_captures_into_a_graph() -> None:
 
 
 def test_the_same_shapes_with_other_dtypes() -> None:
-    """A prepared launch is not used for another dtype."""
     for _ in range(2):
         for dtype in DTYPES.values():
             for scale_dtype in SCALE_DTYPES.values():

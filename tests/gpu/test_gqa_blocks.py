@@ -39,7 +39,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "no pages": {"layout": "BNSH", "d": 64, "whole": True},
     "no pages, shared lists": {"own": False, "layout": "BSNH", "kv_dtype": "bf16", "whole": True, "sink": "finite"},
 }  # fmt: skip
-"""Options of `listed`, each with kernels of its own."""
+"""Options of `listed`, each of which has its own kernels."""
 
 
 def listed(device: str = "cuda", **options: Any) -> GqaCase:
@@ -48,7 +48,6 @@ def listed(device: str = "cuda", **options: Any) -> GqaCase:
 
 
 def kernel_specs() -> list[Any]:
-    """The kernels of this file, with clusters and without."""
     specs: dict[Any, None] = {}
     for options in CACHES.values():
         spec = decode_spec(DECODE.request(**listed("cpu", **options).arguments(), num_splits=1))
@@ -59,7 +58,7 @@ def kernel_specs() -> list[Any]:
 @pytest.mark.parametrize("options", CACHES.values(), ids=CACHES.keys())
 @pytest.mark.parametrize(("s_q", "causal"), [(1, True), (3, True), (8, False)])
 def test_caches_of_all_kinds(options: dict[str, Any], s_q: int, causal: bool) -> None:
-    """In lists of few blocks and of many, from q of any strides."""
+    """Lists have few or many blocks, and q has any strides."""
     for n in (1, 4, 40):
         case = listed(**options, s_q=s_q, causal=causal, n=n, seed=n)
         hold(dataclasses.replace(case, q=strided(case.q)), padded=n == 4)
@@ -78,7 +77,7 @@ def test_contiguous_outputs_and_q_itself(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["M3", "M3, int8", "shared lists"])
 def test_many_sequences(name: str) -> None:
-    """Ragged lengths to 9,000 tokens, of which 16 blocks a list; and one request of 100,000 tokens."""
+    """Lengths are ragged up to 9,000 tokens, with 16 blocks a list; one request has 100,000 tokens."""
     case = functools.partial(listed, **CACHES[name], n=16)
     hold(case(seqlens=ragged_lengths(64, 9000, 64, seed=3)))
     hold(case(seqlens=[100_003], s_q=2), splits=(None, 1, 5))
@@ -102,7 +101,7 @@ def test_a_list_of_all_blocks_is_the_dense_call() -> None:
 @pytest.mark.parametrize("page_size", [1, 16, 64, 128, 512])
 @pytest.mark.parametrize("index_block", [64, 128])
 def test_tables_of_lists(page_size: int, index_block: int) -> None:
-    """Number for number, of lists of all lengths around a warp's; a table has nothing else written to."""
+    """The tables must match in every number, for lists of all lengths around a warp's, and nothing else is written."""
     for n in (1, 31, 32, 33, 100):
         for s_q, causal in ((1, 1), (4, 1), (2, 0)):
             require_table(page_size, index_block, n, s_q, causal)
@@ -159,7 +158,7 @@ def test_lists_lengths_and_tables_change_between_replays() -> None:
     "name", ["M3", "M3, int8", "blocks of half a page", "4-bit keys and values", "fp8 in large pages"]
 )
 def test_the_same_bits_each_time_and_in_any_batch(name: str) -> None:
-    """With a number of splits the bits of a sequence depend on it alone."""
+    """With a given number of splits, the bits of a sequence must depend on it alone."""
     case = listed(**CACHES[name], seqlens=ragged_lengths(20, 3000, 64, seed=4), n=16)
     require_same_bits_each_time(case, functools.partial(decode, case))
     out, lse = decode(case, num_splits=3, return_lse=True)

@@ -32,11 +32,10 @@ CACHES: tuple[dict[str, Any], ...] = (
     {"kv_dtype": "bf16", "layout": "paged_vllm", "page_size": 32, "h_q": 32},
     {"kv_dtype": "fp16", "q_dtype": torch.float16, "layout": "BNSH", "alibi": "head", "starts": [300, 0, 64]},
 )
-"""Options of `usual` with kernels of their own: 8 and 16 columns, all layouts, all types."""
+"""Options of `usual`, each with its own kernels: 8 and 16 columns, all layouts, all types."""
 
 
 def kernel_specs() -> list[GqaDecodeSpec]:
-    """The kernels of this file, with clusters and without."""
     specs: dict[GqaDecodeSpec, None] = {}
     for options in (*CACHES, *GEMMA):
         case = of_512(**options, device="cpu")
@@ -95,7 +94,7 @@ def test_the_same_bits_on_20_runs(num_splits, kv_dtype):
 @pytest.mark.parametrize("element", [0, 127, 128, 300, 511])
 @pytest.mark.parametrize("s_q", [1, 2])
 def test_a_nan_in_a_visible_value_is_not_hidden(element, s_q):
-    """It makes NaN of its element of every query that sees it, whichever warp has it, and of no other."""
+    """The NaN must reach its element of every query that sees it, whichever warp has it, and nothing else."""
     case = of_512(kv_dtype="bf16", seqlens=[100, 200, 300], layout="BNSH", padded=False, s_q=s_q)
     v_cache = case.v_cache.clone()
     v_cache[1, 1, 199, element] = math.nan

@@ -1,7 +1,7 @@
 """`gqa_decode` on the GPU against the float64 oracle, under the tolerance rule of `tests.kit.compare`.
 
-test_covering.py has the combinations of cache, scales, layout, sizes and modifiers. Kernels are compiled for many of
-these, so that the tests here keep to the variants of `usual`, which `kernel_specs` names.
+test_covering.py has the combinations of cache, scales, layout, sizes and modifiers. Many of these need a kernel of
+their own, so the tests here use only the variants of `usual`, which `kernel_specs` lists.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ FINE_SCALES: tuple[dict[str, Any], ...] = tuple(
         (scales, scales, "paged_NHD"), (scales, "per_head", "paged_NHD"), ("per_head", scales, "BNSH")
     )
 )  # fmt: skip
-"""Scale warps of all kinds: three or two in turn, and one for K and one for V."""
+"""Kernels with every kind of scale warps: three or two that take turns, and one for K and one for V."""
 
 STARTED: tuple[dict[str, Any], ...] = (
     {"layout": "paged_NHD"},
@@ -49,7 +49,7 @@ STARTED: tuple[dict[str, Any], ...] = (
     {"layout": "paged_vllm", "page_size": 16, "kv_dtype": "fp8", "k_scales": "per_head", "v_scales": "per_token"},
     {"layout": "BNSH", "kv_dtype": "bf16", "d": 256},
 )
-"""Caches of sequences that begin after their first token. What is before is NaN where the type has it."""
+"""Caches whose sequences begin after their first token. What precedes is NaN if the dtype has NaN."""
 
 VARIANTS: tuple[dict[str, Any], ...] = (
     *({"layout": layout, "page_size": 16 if LAYOUTS[layout].x_packed else 64} for layout in LAYOUTS),
@@ -66,9 +66,9 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 
 
 def kernel_specs() -> list[GqaDecodeSpec]:
-    """The kernels of this file, found with small cases on the CPU, so that they compile several at a time.
+    """Kernels of this file, found with small cases on the CPU, so that several compile at a time.
 
-    Where the number of splits is not given, a cluster merges short sequences of small batches.
+    If the number of splits is not given, a cluster merges short sequences of small batches.
     """
     specs: dict[GqaDecodeSpec, None] = {}
     for case in (usual(**options, device="cpu") for options in VARIANTS):
@@ -133,7 +133,7 @@ def test_lengths_around_pages(page_size):
 @pytest.mark.parametrize("layout", USUAL_LAYOUTS)
 @pytest.mark.parametrize("causal", [True, False])
 def test_windows_around_tiles(layout, causal):
-    """All tokens before the windows of all queries are poison."""
+    """Every token before the windows of all queries is poison."""
     for window in (1, 2, 63, 64, 65, 127, 128, 129, 1000, INT32_MAX):
         lengths = [0, 1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 1100, 2049]
         hold(usual(seqlens=lengths, layout=layout, s_q=2, window=window, causal=causal, seed=window % 97))
@@ -142,7 +142,7 @@ def test_windows_around_tiles(layout, causal):
 @pytest.mark.parametrize("options", STARTED, ids=str)
 @pytest.mark.parametrize("s_q", [1, 2, 8])
 def test_sequences_that_begin_late(options, s_q):
-    """Borders of tiles and pages, starts below zero, at the end and beyond it, and all tokens before them poison."""
+    """Starts lie at borders of tiles and pages, below zero, at the end and beyond it. Tokens before are poison."""
     starts = [-7, 0, 1, 15, 16, 17, 63, 64, 127, 128, 129, 255, 256, 383, 384, 385, 2000, INT32_MAX]
     lengths = [384] * len(starts)
     for window in (None, 1, 100, 300):
@@ -155,7 +155,7 @@ def test_sequences_that_begin_late(options, s_q):
 
 
 def test_sequences_of_all_lengths_that_begin_late():
-    """Many sequences in a range, some whose tiles all lie before their first token; and a long one beside them."""
+    """A range has many sequences, some with all tiles before their first token, and beside them lies a long one."""
     lengths = ragged_lengths(300, 1500, 64, seed=5) + [100_003, 3000, 0]
     starts = [length * (i % 7) // 6 - i % 3 for i, length in enumerate(lengths[:-3])] + [90_001, 2990, 5]
     hold(usual(seqlens=lengths, starts=starts, sink="finite"), splits=(None, 1, 2, 132))
@@ -189,7 +189,7 @@ def test_all_tokens_of_a_contiguous_cache():
 
 
 def test_sequences_shorter_than_their_queries():
-    """Causal: of two queries over a sequence of one key, only the last sees it."""
+    """Calls are causal: of two queries over a sequence of one key, only the last sees it."""
     case = usual(seqlens=[1, 2, 3, 0], s_q=2)
     hold(case)
     out = decode(case)
@@ -246,7 +246,7 @@ def test_rows_without_keys_are_zero_and_minus_infinity(kind):
 
 
 def without_outer(case: Any, lengths: torch.Tensor) -> Any:
-    """A cache without pages, to which the table still points."""
+    """A cache without pages, although the table still names pages."""
     cut = {name: getattr(case, name)[:0] for name in ("k_cache", "v_cache", "k_scale", "v_scale")}
     return dataclasses.replace(case, **cut, block_table=torch.zeros_like(case.block_table), cache_seqlens=lengths)
 
@@ -277,7 +277,7 @@ def test_many_ragged_sequences(layout):
 
 @pytest.mark.parametrize("options", FINE_SCALES, ids=str)
 def test_many_short_sequences_in_a_range(options):
-    """Page numbers, scales and Q come ahead from one sequence to the next: some have no keys, some less than a tile."""
+    """Page numbers, scales and Q are prefetched across sequences, some of which have no keys or less than a tile."""
     seqlens = [0, 1, 127, 128, 129, 0, 0, 512, 300, 640, 2, 0] * 24
     hold(usual(seqlens=seqlens, sink="finite", **options), splits=(None, 2))
     hold(usual(seqlens=seqlens[::-1], s_q=2, **options), splits=(None, 2))
@@ -290,7 +290,7 @@ def test_one_long_sequence_beside_short_ones():
 
 @pytest.mark.parametrize("layout", USUAL_LAYOUTS)
 def test_cache_beyond_2_gib(layout):
-    """More than 2^31 elements in K and in V: the pages in use are at both ends, all others have NaN scales."""
+    """K and V have more than 2^31 elements. Pages in use are at both ends; all others have NaN scales."""
     case = usual(seqlens=[300, 129, 300], layout=layout, padded=False)
     rows = 2 if layout == "BNSH" else 1
     if layout == "paged_NHD":
@@ -324,7 +324,7 @@ def test_cache_beyond_2_gib(layout):
 @pytest.mark.parametrize("layout", USUAL_LAYOUTS)
 @pytest.mark.parametrize("values", ["normal", "wild"])
 def test_forced_splits_agree(layout, values):
-    """Split results differ by rounding: by at most twice the 2.7e-3 that one may be off. Each also passes the rule."""
+    """Split results may differ by at most twice the 2.7e-3 that one may be off. Each also passes the rule."""
     case = usual(seqlens=[1, 0, 700, 65, 2048], layout=layout, values=values, sink="finite", s_q=2)
     splits = (1, 2, 3, 7, 32, 200)
     hold(case, splits=splits)
@@ -371,7 +371,7 @@ def test_graph_whose_lengths_change_between_replays(layout, num_splits):
 
 
 def fitting(case: Any, outer: int) -> Any:
-    """The same call with this number of pages; contiguous caches already have one shape."""
+    """The call with this number of pages; contiguous caches already have one shape."""
     if case.block_table is None:
         return dataclasses.replace(case)
     grown: dict[str, Any] = {}
@@ -406,7 +406,7 @@ def test_sinks_at_infinity(num_splits):
 
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 def test_a_nan_in_a_visible_scale_is_not_hidden(name):
-    """It makes NaN of every query head of that head of the cache, and of no other."""
+    """The NaN must reach every query head of its KV head, and no other."""
     case = usual(seqlens=[100, 200, 300], layout="BNSH", padded=False)
     scale = getattr(case, name).clone()
     scale[1, 1, 170] = math.nan
@@ -418,7 +418,7 @@ def test_a_nan_in_a_visible_scale_is_not_hidden(name):
 
 @pytest.mark.parametrize("value", [math.nan, INF, -INF])
 def test_a_nan_or_inf_in_one_query_head_stays_there(value):
-    """An infinity meets keys of either sign and codes of 0, so that it is a NaN by the end."""
+    """An infinity meets keys of either sign and codes of 0, so that it is a NaN in the end."""
     case = usual(seqlens=[130, 130])
     q = case.q.clone()
     q[1, 0, 6, 11] = value
@@ -438,7 +438,7 @@ def test_a_nan_or_inf_in_one_query_head_stays_there(value):
 
 
 def test_queries_far_from_usual_size():
-    """Logits have the usual size, q has not: it is large, tiny, or differs from head to head."""
+    """Logits have the usual size, but q is large, tiny, or differs from head to head."""
     case = usual(padded=False)
     for exponent in (40, -40):
         scale = 128**-0.5 * 2.0**-exponent
@@ -471,9 +471,9 @@ def test_the_largest_score_may_come_anywhere():
 @pytest.mark.parametrize("exponent", [20.5, 36.0])
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 def test_many_weights_far_below_the_largest(kv_dtype, exponent):
-    """Keys of 2^-20.5 of the weight of one whose value is 0: a float16 holds that to 3%, and 2^7 times that to 0.1%.
+    """Keys have 2^-20.5 of the weight of a key whose value is 0. float16 holds that to 3%, and 2^7 times that to 0.1%.
 
-    2^-36 is below what it holds: these keys count for nothing, as they do in the yardstick.
+    Weights of 2^-36 are below its range, so these keys count for nothing, as in the yardstick.
     """
     options = {"kv_dtype": kv_dtype, "k_scales": "per_head", "v_scales": "per_head", "h_q": 2, "padded": False}
     case = usual(seqlens=[640], layout="BNSH", whole=True, **options)
@@ -516,7 +516,7 @@ def test_every_softcap_is_exact(size):
         if softcap < 1e38 and (size < 1e6 or softcap < 1e5):  # the yardstick has float32 caps
             hold(case)
             continue
-        # float32 scores of 1e6 are apart by 1/16, which weights of keys show: the log-sum-exp has the right rule
+        # float32 scores of 1e6 are 1/16 apart, which shows in weights of keys; the log-sum-exp has the right rule
         _, lse = decode(case, return_lse=True)
         _, expected = reference_gqa_decode(**case.arguments())
         torch.testing.assert_close(lse.double(), expected, rtol=1e-6, atol=2e-5)
@@ -524,7 +524,7 @@ def test_every_softcap_is_exact(size):
 
 @pytest.mark.parametrize("k_scales", SCALE_NAMES)
 def test_scales_of_very_different_size(k_scales):
-    """The log-sum-exp holds: keys are not rounded with their scales."""
+    """The log-sum-exp must hold, because keys are not rounded with their scales."""
     for seed in range(3):
         hold(usual(values="wild", k_scales=k_scales, v_scales=k_scales, layout="BNSH", seed=seed))
 
@@ -559,7 +559,7 @@ def test_results_are_the_same_however_they_are_asked_for():
 @pytest.mark.parametrize("num_splits", [None, 1])
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 def test_accuracy(kv_dtype, num_splits):
-    """N(0,1) data, scales per token and head, 8192 keys, logits of standard deviation 1."""
+    """Data are N(0,1), with scales per token and head, 8192 keys, and logits of standard deviation 1."""
     case = usual(seqlens=[8192] * 4, kv_dtype=kv_dtype, query_size=1.0)
     out, lse = decode(case, num_splits=num_splits, return_lse=True)
     expected, expected_lse = reference_gqa_decode(**case.arguments())
@@ -571,7 +571,7 @@ def test_accuracy(kv_dtype, num_splits):
 
 @pytest.mark.parametrize("sequences", [9, 14, 15, 33])
 def test_clusters_of_all_sizes(sequences):
-    """Of 8, 4 and 2 CTAs, by the number of sequences and heads, of lengths around tiles and their ends."""
+    """Sizes are 8, 4 and 2 CTAs, by the number of sequences and heads. Lengths lie around ends of tiles."""
     lengths = [1, 0, 127, 128, 129, 640, *ragged_lengths(sequences - 7, 2000, 64, seed=sequences), 1800]
     for options in ({}, {"layout": "BNSH", "kv_dtype": "fp8", "s_q": 3, "window": 300}, {"kv_dtype": "bf16", "d": 64}):
         hold(usual(seqlens=lengths, sink="finite", **options), splits=(None,))

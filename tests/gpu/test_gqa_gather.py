@@ -1,4 +1,4 @@
-"""Pages of a quantized cache as 16-bit numbers: the kernel has the bits of a CPU."""
+"""Pages of a quantized cache as 16-bit numbers: the kernel gives the bits of the CPU."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from cute_kernels.gqa.layouts import HEAD_DIMS, ROTATED_DIMS
 from tests.kit.gather_pages import KINDS, gather_cache
 from tests.kit.graphs import capture
 
-ODD_PAGES = [4, 0, 3, 3, 7, -2, 1]  # two of them are no page's
+ODD_PAGES = [4, 0, 3, 3, 7, -2, 1]  # two of them name no page
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

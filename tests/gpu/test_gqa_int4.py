@@ -30,11 +30,10 @@ CACHES: tuple[dict[str, Any], ...] = (
     {"layout": "BNSH", "starts": [300, 0, 2000]},
     {"layout": "paged_HND", "page_size": 512},
 )
-"""Options of `usual` with kernels of their own: one to sixteen columns, all layouts, pages of all kinds."""
+"""Options of `usual`, each with its own kernels: one to sixteen columns, all layouts, all kinds of pages."""
 
 
 def kernel_specs() -> list[GqaDecodeSpec]:
-    """The kernels of this file, with clusters and without."""
     specs: dict[GqaDecodeSpec, None] = {}
     for kind, options in itertools.product(FOUR_BITS, CACHES):
         arguments = usual(kv_dtype=kind, **options, device="cpu").arguments()
@@ -44,7 +43,7 @@ def kernel_specs() -> list[GqaDecodeSpec]:
 
 @pytest.fixture(params=FOUR_BITS)
 def of_kind(request: Any) -> Any:
-    """Makes a case of a kind on the GPU."""
+    """A function that makes cases of a kind on the GPU."""
     return functools.partial(usual, kv_dtype=request.param)
 
 
@@ -91,7 +90,7 @@ def test_a_sequence_does_not_depend_on_the_batch(of_kind):
 
 @pytest.mark.parametrize("zero_point", [0, 15])
 def test_zero_points_at_both_ends(of_kind, zero_point):
-    """All zero points and scales alike, so that sums of many tokens cancel where codes are near the zero point."""
+    """All zero points and scales are equal, so that sums of many tokens cancel if codes are near the zero point."""
     case = of_kind(seqlens=[5000, 300], layout="BNSH")
     words = torch.full_like(case.v_scale, 0.25).view(torch.int32) | zero_point
     case = dataclasses.replace(case, v_scale=words.view(torch.float32))
@@ -102,7 +101,7 @@ def test_zero_points_at_both_ends(of_kind, zero_point):
 
 @pytest.mark.parametrize("s_q", [1, 2])
 def test_a_nan_in_a_visible_scale_is_not_hidden(of_kind, s_q):
-    """It makes NaN of every query head of that head of the cache that sees it, and of no other."""
+    """The NaN must reach every query head of its KV head that sees it, and no other."""
     case = of_kind(seqlens=[100, 200, 300], layout="BNSH", padded=False, s_q=s_q)
     v_scale = case.v_scale.clone()
     v_scale[1, 1, 199] = math.nan

@@ -1,4 +1,4 @@
-"""Operators without a backward refuse tensors that require gradients: the checks of tests/cpu/test_gradients.py."""
+"""Operators without a backward refuse tensors that require gradients, by the checks of tests/cpu/test_gradients.py."""
 
 from typing import Any
 
@@ -14,7 +14,6 @@ EVERY = pytest.mark.parametrize(("name", "argument"), CANDIDATES, ids=[", ".join
 
 
 def kernel_specs() -> list[Any]:
-    """The kernels that valid calls launch."""
     return specs.of_tables()
 
 

@@ -1,4 +1,4 @@
-"""The copy of the package for the kernels hub on a GPU: its kernels give the bits of the package's."""
+"""The package's copy for the kernels hub on a GPU: its kernels give the bits of the package's kernels."""
 
 import importlib.util
 import json

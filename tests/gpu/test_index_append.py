@@ -12,7 +12,7 @@ PAGES = 9
 
 
 def whole(cache: torch.Tensor) -> torch.Tensor:
-    """All bytes of the cache's memory, what lies between pages included."""
+    """The bytes of the cache's whole memory, including what lies between pages."""
     return torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.untyped_storage())
 
 

@@ -1,4 +1,4 @@
-"""Queries and keys of the indexer to slots: logits against float64, and the choice exactly that of these logits."""
+"""Queries and keys of the indexer to slots: logits against float64, and exactly the choice that follows from them."""
 
 import functools
 from pathlib import Path
@@ -31,7 +31,7 @@ def empty_logits(call: dict[str, Any]) -> torch.Tensor:
 
 
 def decode(call: dict[str, Any], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Result and logits of a call on a GPU, into a poisoned result."""
+    """Result and logits of a call on a GPU, written over a poisoned result."""
     moved, logits = on_gpu(call), empty_logits(call)
     out = torch.full((*call["q"].shape[:2], options.get("topk", 2048)), 0x7F7F7F7F, dtype=torch.int32, device="cuda")
     assert index_decode(**moved, **options, out=out, logits=logits) is out
@@ -40,7 +40,7 @@ def decode(call: dict[str, Any], **options: Any) -> tuple[torch.Tensor, torch.Te
 
 
 def bound(call: dict[str, Any]) -> torch.Tensor:
-    """2^-10 of the sum of magnitudes of all products: what a float32 sum of 13-bit terms may be off."""
+    """2^-10 of the sum of magnitudes of all products, which a float32 sum of 13-bit terms may be off."""
     with_magnitudes = {**call, "q": call["q"].float().abs().to(torch.float8_e4m3fn), "weights": call["weights"].abs()}
     cache = call["k_cache"].clone()
     codes = cache.view(cache.shape[0], -1)[:, : 128 * cache.shape[1]]
@@ -49,7 +49,7 @@ def bound(call: dict[str, Any]) -> torch.Tensor:
 
 
 def expected(call: dict[str, Any], logits: torch.Tensor, topk: int, **options: Any) -> torch.Tensor:
-    """The choice of the definition from logits of a GPU."""
+    """The choice that the definition makes from a GPU's logits."""
     batch, s_q, width = logits.shape
     lengths = call["cache_seqlens"].clamp(0, width)
     if lengths.dim() == 1:
@@ -94,7 +94,7 @@ def test_logits_alone() -> None:
 
 @pytest.mark.parametrize(("page_size", "apart"), [(16, 0), (32, 8704), (64, 8640), (64, 50_432), (128, 0), (256, 0)])
 def test_pages(page_size: int, apart: int) -> None:
-    """Bytes of no key are NaN codes and NaN scales, entries past a sequence's end no pages."""
+    """Bytes of no key are NaN codes and NaN scales; table entries past a sequence's end name no page."""
     call = index_call(LENGTHS, page_size=page_size, apart=apart, exact=True, max_pages=200)
     out, logits = decode(call, topk=512)
     assert torch.equal(logits.cpu() + 0.0, reference_index_logits(**call))
@@ -131,7 +131,7 @@ def test_lengths_of_each_query() -> None:
 
 @pytest.mark.parametrize("topk", [64, 2048])
 def test_many_requests_of_different_lengths(topk: int) -> None:
-    """Shares that begin and end anywhere; 140 groups of queries, some without a key, some that need no scores."""
+    """Shares begin and end anywhere. Of 140 groups of queries some have no key, and some need no scores."""
     call = index_call([5000, *(37 * i % 133 for i in range(69))], s_q=5, heads=16, exact=True)
     out, logits = decode(call, topk=topk)
     assert torch.equal(logits.cpu() + 0.0, reference_index_logits(**call))
@@ -153,7 +153,7 @@ def test_forced_keys_positions_and_another_table() -> None:
 
 
 def test_weights_and_scales_of_all_kinds() -> None:
-    """Zeros, negative weights, infinities and NaN: the choice follows the logits, NaN last."""
+    """With zeros, negative weights, infinities and NaN, the choice must follow the logits, NaN last."""
     call = index_call([900] * 4, s_q=1, heads=32)
     call["weights"][0] = 0
     call["weights"][1] = -call["weights"][1].abs()
@@ -164,7 +164,7 @@ def test_weights_and_scales_of_all_kinds() -> None:
 
 
 def test_keys_of_all_kinds() -> None:
-    """A NaN code counts as no product, a NaN scale comes last; both are chosen where keys are few."""
+    """A NaN code counts as no product, a NaN scale comes last. Both are chosen if there are few keys."""
     call = index_call([900, 40], exact=True)
     codes, scales = row_views(call["k_cache"], INDEX_KEY)
     pages = call["block_table"][0, :14].long()
@@ -207,7 +207,7 @@ def test_other_cards_choose_the_same(num_sms: int, monkeypatch: pytest.MonkeyPat
 
 
 def test_tensor_parallel_ranks_choose_the_same(tmp_path: Path) -> None:
-    """Two processes; one plans for a card of 78 SMs, beside other work on its card."""
+    """Of two processes, one plans for a card of 78 SMs whose GPU is busy with other work."""
     for found in processes.run(functools.partial(index_ranks.differences, device="cuda"), tmp_path, 2):
         assert len(found) == 40 and not any(found.values())
 
@@ -238,7 +238,7 @@ def test_a_long_request_beside_short_ones(free_memory: None) -> None:
 
 
 def test_many_requests() -> None:
-    """1024 of them, some without a key, in tables of one page and of two."""
+    """The 1024 requests, some without a key, have tables of one page and of two."""
     for page_size in (16, 64):
         call = index_call([i % 33 for i in range(1024)], heads=16, page_size=page_size, exact=True)
         for topk in (1, 16, 1000):
@@ -260,7 +260,7 @@ def test_two_streams_at_once() -> None:
 
 
 def test_attention_to_all_chosen_keys_is_dense_attention() -> None:
-    """Where topk is at least the length, the result names each token once."""
+    """If topk is at least the length, the result names each token once."""
     call = on_gpu(index_call([1500, 2048, 3], s_q=2, exact=True))
     q = torch.randn(3, 2, 16, 576, device="cuda").bfloat16()
     latents = pack(torch.randn(len(call["k_cache"]), 64, 576, device="cuda"))
@@ -270,7 +270,7 @@ def test_attention_to_all_chosen_keys_is_dense_attention() -> None:
 
 
 def test_append_index_and_lengths_in_one_graph() -> None:
-    """Captured at full length, replayed with other lengths and other new keys."""
+    """The graph is captured at full length and replayed with other lengths and other new keys."""
     call = on_gpu(index_call([3000, 3000], page_size=64, max_pages=64))
     k = torch.randn(2, 128, device="cuda").bfloat16()
     slots, out = torch.zeros(2, dtype=torch.int64, device="cuda"), torch.zeros(2, 1, 512, dtype=torch.int32).cuda()

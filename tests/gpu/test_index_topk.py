@@ -20,7 +20,6 @@ NUMBERS = {"dtype": torch.int32, "device": "cuda"}
 
 
 def kernel_specs() -> list[TopkSpec]:
-    """Every variant that calls here ask for."""
     flags = (False, True)
     return [
         TopkSpec(cluster, quads, has_table=table, has_starts=starts, held=held)
@@ -33,7 +32,7 @@ def kernel_specs() -> list[TopkSpec]:
 
 @pytest.fixture(params=SHAPES, ids=str)
 def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """CTAs of a row, and what they keep, in the calls of a test, whatever the plan for the card says."""
+    """Sets the number of CTAs of a row and what they keep in the calls of a test, whatever the plan says."""
     ctas, held = request.param
 
     def for_launch(rows: int, width: int, num_sms: int, **options: bool) -> TopkSpec:
@@ -56,7 +55,7 @@ def poisoned(rows: int, topk: int) -> torch.Tensor:
 
 
 def check(logits: torch.Tensor, lengths: torch.Tensor, topk: int, **options: Any) -> torch.Tensor:
-    """The result of a call, which equals the definition's."""
+    """The result of a call after a check that it equals the definition's result."""
     out = poisoned(logits.shape[0], topk)
     index_topk(logits, lengths, topk, **options, out=out)
     expected = index_topk_reference(logits, lengths, topk, **options)
@@ -74,7 +73,7 @@ def test_values(family: str, cluster: int) -> None:
 
 @pytest.mark.parametrize("topk", [1, 64, 512, 1000, 1024, 2048])
 def test_lengths(topk: int, cluster: int) -> None:
-    """NaN and large numbers past a row's length are not looked at."""
+    """NaN and large numbers past a row's length must have no effect."""
     lengths = lengths_around(topk, 9_000)
     for family in ("normal", "integers"):
         logits = logits_of(family, len(lengths), 9_000)
@@ -95,7 +94,7 @@ def test_slots_through_a_table(page_size: int, cluster: int) -> None:
 @pytest.mark.parametrize("offset", [0, 1, 2, 3])
 @pytest.mark.parametrize("apart", [8192, 8193, 8198, 8303])
 def test_strides(apart: int, offset: int, cluster: int) -> None:
-    """Rows may begin anywhere; around them lie NaN and large numbers."""
+    """Rows begin anywhere, surrounded by NaN and large numbers."""
     wide = torch.full((5 * apart + 8,), 1e30, dtype=torch.float32, device="cuda")
     wide[::3] = torch.nan
     rows = wide[offset:].as_strided((5, 8192), (apart, 1))
@@ -104,7 +103,7 @@ def test_strides(apart: int, offset: int, cluster: int) -> None:
 
 
 def test_starts(cluster: int) -> None:
-    """Rows of prompts: position 0 is the first logit from a start on."""
+    """For rows of prompts, position 0 is the first logit from a start on."""
     logits = logits_of("normal", 8, 12_345).cuda()
     starts = numbers([0, 1, 2, 3, 5000, 12_345, -7, 2**31 - 1])
     lengths = numbers([12_345, 12_000, 2**31 - 1, 700, 7_345, 5, 5000, 1])
@@ -114,7 +113,7 @@ def test_starts(cluster: int) -> None:
 
 
 def test_long_rows(cluster: int) -> None:
-    """More logits than a short form can mark; the card holds what a cluster of one can."""
+    """Rows have more logits than a short form can mark, as many as a cluster of one can hold on this card."""
     width = 589_000 if cluster == 1 else 1_048_576
     for family in ("normal", "zeros, few positive", "equal numbers, few higher", "integers"):
         logits = logits_of(family, 2, width).cuda()
@@ -124,7 +123,7 @@ def test_long_rows(cluster: int) -> None:
 
 @pytest.mark.parametrize("ties", [-2047, -1, 0, 1, 5000])
 def test_a_plateau_begins_at_the_last_place(ties: int, cluster: int) -> None:
-    """One number above zeros, one fewer than k of them, k, one more, and many more."""
+    """Zeros are the plateau, and 1, k - 1, k, k + 1 or many more numbers lie above it."""
     logits = torch.zeros(3, 30_000, dtype=torch.float32, device="cuda")
     places = torch.randperm(30_000, generator=torch.Generator().manual_seed(1))[: 2048 + ties if ties < 5000 else 9000]
     logits[:, places.cuda()] = torch.rand(len(places), device="cuda") + 0.5
@@ -159,7 +158,7 @@ def test_other_cards_choose_the_same(num_sms: int, monkeypatch: pytest.MonkeyPat
 
 
 def test_graph_replays_with_other_lengths_and_logits() -> None:
-    """Captured at full length; what changes in place between replays is lengths, logits and the table."""
+    """The graph is captured at full length. Lengths, logits and the table change in place between replays."""
     logits, lengths = logits_of("normal", 4, 33_000).cuda(), numbers([33_000] * 4)
     table, out = table_of(2, 33_000, 64).cuda(), poisoned(4, 2048)
     options: dict[str, Any] = {"block_table": table, "page_size": 64}

@@ -25,12 +25,10 @@ CASES = [
 
 
 def dims_of(kind: str) -> tuple[int, ...]:
-    """Head dimensions of a kind."""
     return ROTATED_DIMS if kind in ROTATED_KINDS else HEAD_DIMS
 
 
 def kernel_specs() -> list[KvAppendSpec]:
-    """All kernels of this file."""
     scales = {"k_scale": PER_TOKEN_HEAD, "v_scale": PER_TOKEN_HEAD, "scale_dtype": "float32"}
     return [
         KvAppendSpec.for_launch(dtype=dtype, d=d, h_kv=2, kind=kind, x_packed=x_packed, **scales)
@@ -41,7 +39,6 @@ def kernel_specs() -> list[KvAppendSpec]:
 
 
 def make_caches(kind: str, layout: str, sizes: CacheSizes) -> dict[str, torch.Tensor]:
-    """Caches and scales of random bytes on the CPU."""
     gen, known, caches = generator(3), LAYOUTS[layout], {}
     for which, name in zip(("k", "v"), KINDS[kind], strict=True):
         shape, dtype = known.shape(which, sizes, 1), getattr(torch, name)
@@ -73,7 +70,6 @@ def test_bytes_are_those_of_the_reference(kind, layout, d, dtype):
 @pytest.mark.parametrize("kind", NEW_KINDS)
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_hostile_values(kind, dtype):
-    """NaN, infinities, constants, one channel alone, zeros, -0.0, the largest and the smallest numbers."""
     limits = torch.finfo(DTYPES[dtype])
     rows = [
         [0.0], [-0.0], [1.0], [-3.0], [math.nan], [math.inf], [-math.inf], [math.nan, 1.0], [math.inf, 1.0],
@@ -93,7 +89,7 @@ def test_hostile_values(kind, dtype):
 
 @pytest.mark.parametrize("kind", NEW_KINDS)
 def test_ties_of_rounding(kind):
-    """Codes at the middle between two, where a joined product and sum would round otherwise."""
+    """Codes lie halfway between two, where a fused product and sum would round differently."""
     gen = generator(5)
     k = torch.randint(-60, 61, (4000, 2, 128), generator=gen).to(torch.bfloat16)
     k[::2, :, 0] = 448
@@ -102,7 +98,7 @@ def test_ties_of_rounding(kind):
 
 @pytest.mark.parametrize("kind", NEW_KINDS)
 def test_decoding_what_was_appended(kind):
-    """Attention over the original vectors, within what quantization loses."""
+    """Attention over the original vectors must be within the loss of quantization."""
     sizes, h_q = CacheSizes(3, 300, 2, 128), 8
     caches = {name: tensor.cuda() for name, tensor in make_caches(kind, "BSNH", sizes).items()}
     k, v = (torch.randn(900, 2, 128, generator=generator(seed)).bfloat16().cuda() for seed in (1, 2))
@@ -113,7 +109,7 @@ def test_decoding_what_was_appended(kind):
     out, lse = gqa_decode(q, **caches, **options, **own, return_lse=True)
     check_gqa(out, lse, GqaCase(q, **caches, **options, **own)).require()
     plain = gqa_decode(q, k.view(3, 300, 2, 128), v.view(3, 300, 2, 128), **options)
-    lost = 0.16 if kind == "int4" else 0.12  # of N(0,1), which keys of 4 bits also weigh otherwise
+    lost = 0.16 if kind == "int4" else 0.12  # for N(0,1) data; 4-bit keys also change the weights
     assert (out.float() - plain.float()).norm() / plain.float().norm() < lost
 
 

@@ -1,7 +1,7 @@
 """Decodes of every latent format and of two caches on the GPU, under the tolerance rule of `tests.kit.compare`.
 
-Pairs of values of all factors, lengths at every boundary of a tile, poisoned slots and padded pages. Cases by hand are
-in test_mla_formats.py.
+Cases have every pair of values of two factors, lengths at every boundary of a tile, poisoned slots and padded pages.
+Cases by hand are in test_mla_formats.py.
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ DENSE = covering_cases(
 
 
 def kernel_specs() -> list[Any]:
-    """The kernels of these cases, as the planner asks for them, so that they are compiled side by side."""
+    """Kernels of these cases, as the planner chooses them."""
     num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
     specs = []
     for sizes in SPARSE:
@@ -106,7 +106,7 @@ def test_dense(run_decode, sizes):
 
 @pytest.mark.parametrize(("formats", "layout"), FORMS, ids=str)
 def test_lengths_around_every_boundary(run_decode, formats, layout):
-    """Each request another length, in both caches: 0 to past two tiles."""
+    """Each request has another length in both caches, from 0 to past two tiles."""
     lengths = [0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 200]
     case: Any = sparse_case(
         formats=formats, cache_layout=layout, batch=len(lengths), h_q=16, topk=200, extra_topk=200, lengths="batch",
@@ -116,7 +116,7 @@ def test_lengths_around_every_boundary(run_decode, formats, layout):
         case.topk_length.copy_(torch.tensor(lengths))
         if case.extra_topk_length is not None:
             case.extra_topk_length.copy_(torch.tensor(lengths).roll(shift))
-        # what lists hold past the lengths that they were made for are poisoned slots
+        # lists hold poisoned slots past the lengths that they were made for
         for name in ("indices", "extra_indices"):
             indices = getattr(case, name)
             if indices is not None:
@@ -125,7 +125,7 @@ def test_lengths_around_every_boundary(run_decode, formats, layout):
 
 
 def _good_slots(case: Any, name: str) -> torch.Tensor:
-    """Slots of the shape of the indices that hold no poison."""
+    """Slots without poison, in the shape of the indices."""
     cache = case.kv_cache if name == "indices" else case.extra_kv_cache
     cache_format = case.cache_format if name == "indices" else case.extra_cache_format
     rows = row_views(cache, FORMATS[cache_format], case.cache_layout)
@@ -136,7 +136,7 @@ def _good_slots(case: Any, name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(("formats", "layout"), FORMS, ids=str)
 def test_a_row_does_not_depend_on_its_batch(formats, layout):
-    """What vLLM asks for by `enable_batch_invariant`: the same bits alone and among others."""
+    """VLLM needs it for `enable_batch_invariant`: the bits are the same alone and among others."""
     case: Any = sparse_case(
         formats=formats, cache_layout=layout, batch=7, h_q=64, topk=300, extra_topk=500, invalid=False, padded=False,
         device="cuda",
@@ -158,7 +158,7 @@ def test_a_row_does_not_depend_on_its_batch(formats, layout):
 
 @pytest.mark.parametrize(("formats", "layout"), [form for form in FORMS if form[1] == "planar"], ids=str)
 def test_pages_that_came_too_close_after_a_call_are_refused(formats, layout):
-    """A prepared launch does not trust that the next cache of these shapes has room for its scale rows."""
+    """A prepared launch must not assume that the next cache of these shapes has room for its scale rows."""
     case: Any = sparse_case(formats=formats, cache_layout=layout, batch=2, h_q=16, extra_topk=64, device="cuda")
     mla_fp8_decode(case.q, case.kv_cache, **case.options())
     names = ("kv_cache", "extra_kv_cache") if len(formats) > 1 else ("kv_cache",)
@@ -175,7 +175,7 @@ def test_pages_that_came_too_close_after_a_call_are_refused(formats, layout):
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "v3.2"])
 def test_a_cache_beyond_four_gib(run_decode, name):
-    """Addresses of pages, data rows and scale rows in 64 bits."""
+    """Addresses of pages, data rows and scale rows need 64 bits."""
     token_format = FORMATS[name]
     num_pages = (2**32 + 2**28) // (64 * token_format.token_bytes)
     memory = torch.full((num_pages, 64 * token_format.token_bytes), 0xFF, dtype=torch.uint8, device="cuda")

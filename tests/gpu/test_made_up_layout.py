@@ -12,7 +12,7 @@ from tests.kit.made_up_layout import SBNH
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adds the layout: its only definition."""
+    """Registers the layout, which has no other definition."""
     monkeypatch.setitem(LAYOUTS, SBNH.name, SBNH)
 
 

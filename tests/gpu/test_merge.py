@@ -117,7 +117,7 @@ def test_plus_infinity_is_no_keys_as_minus_infinity_is(n, rows, d, dtype, sink):
     ("n", "dtype", "d"), [(2, torch.bfloat16, 512), (4, torch.float16, 64), (40, torch.bfloat16, 128)]
 )
 def test_rows_of_different_calls_become_nan(n, dtype, d):
-    """Rows as ranks receive them. Without a difference the bits are those of `merge_states`."""
+    """Ranks receive such rows. If calls do not differ, the bits are those of `merge_states`."""
     shape = (6, 1, 8)
     received = [Rows.empty(shape, d, dtype, torch.device("cuda"), (1,)) for _ in range(n)]
     outs, lses = states((n, *shape), d, dtype, seed=n)
@@ -130,7 +130,7 @@ def test_rows_of_different_calls_become_nan(n, dtype, d):
     assert torch.equal(out, want) and torch.equal(lse, want_lse)
     view.bytes[-1, 3, 0, 5, -12:] += 1  # one row of the last rank
     view.lse[:, 4] = -torch.inf
-    view.bytes[0, 4, 0, 2, -12:] += 1  # and one of the first, where nobody has a key
+    view.bytes[0, 4, 0, 2, -12:] += 1  # and one of the first rank, where nobody has a key
     want, want_lse = merge_states(view.out, view.lse)
     out, lse = merge_request(MERGE.request(outs=view.out, lses=view.lse, headers=True))
     wrong = torch.zeros(shape, dtype=torch.bool, device="cuda")

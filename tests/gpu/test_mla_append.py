@@ -1,4 +1,4 @@
-"""`mla_fp8_append` of every format: the bytes of `fp8_mla.pack` on the CPU, and not a byte elsewhere."""
+"""`mla_fp8_append` of every format writes the bytes of `fp8_mla.pack` on the CPU, and no other byte."""
 
 from typing import Any
 
@@ -28,17 +28,17 @@ def new_tokens(tokens: int, seed: int, cache_format: str = "v4") -> torch.Tensor
 
 
 def with_rope(kv: torch.Tensor, cache_format: str) -> torch.Tensor:
-    """Rows of 512 elements, and for V3.2 a rope part of the same values."""
+    """Rows of 512 elements, and for V3.2 a rope part with the same values."""
     return torch.cat([kv, kv[:, :64].flip(1)], dim=1) if cache_format == "v3.2" else kv
 
 
 def names(pages: AppendPages) -> dict[str, Any]:
-    """What tells an append the format; bytes and columns say V3.2."""
+    """Arguments that tell an append the format. For V3.2 there are none: bytes and columns tell it."""
     return {} if pages.token_format.name == "v3.2" else pages.options
 
 
 def check(pages: AppendPages, kv: torch.Tensor, slots: torch.Tensor) -> None:
-    """An append to a copy of the pages, against all bytes that the buffer must have then."""
+    """Compares an append to a copy of the pages with all bytes that the buffer must then have."""
     expected = pages.expected(kv, slots)
     mla_fp8_append(kv.cuda(), pages.view, slots.cuda(), **names(pages))
     got = pages.buffer.cpu()
@@ -101,7 +101,7 @@ def test_strided_rows_slots_and_views(tokens, cache_format, cache_layout):
 
 @pytest.mark.parametrize("tokens", [50, 5000])
 def test_v32_without_rope_in_rows_of_656_bytes(tokens):
-    """A cache of V3.2's tokens takes it too: the bytes of their rope parts stay."""
+    """A cache of V3.2 tokens takes such rows, too, and the bytes of their rope parts stay."""
     pages = AppendPages.random("v3.2_nope", None, (-(-(tokens + 20) // 64), 64), token_stride=656)
     check(pages, new_tokens(tokens, 5), slots_for(tokens, pages.num_slots, 5))
 
@@ -114,7 +114,7 @@ def test_all_tokens_skipped(cache_format, cache_layout):
 
 @forms
 def test_one_kernel_for_page_sizes_that_alternate(cache_format, cache_layout):
-    """Nothing of a layout is kept from the call before."""
+    """Nothing of a layout may be kept from the previous call."""
     for page_size in (64, 3, 64, 576):
         pages = AppendPages.random(cache_format, cache_layout, (-(-100 // page_size), page_size), padded_to=1024)
         check(pages, new_tokens(80, page_size, cache_format), slots_for(80, pages.num_slots, page_size))

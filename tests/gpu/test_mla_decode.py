@@ -1,7 +1,7 @@
 """`mla_fp8_decode` on the GPU against the float64 oracle, under the tolerance rule of `tests.kit.compare`.
 
-A full product of all sizes would be hundreds of thousands of calls; `covering_cases` takes few in which every pair of
-values of two factors meets.
+A full product of all sizes would be hundreds of thousands of calls; `covering_cases` makes few in which every pair of
+values of two factors occurs.
 """
 
 import dataclasses
@@ -70,12 +70,12 @@ DENSE = covering_cases(
 
 
 def sparse(**options: Any) -> Any:
-    """A `DecodeCase` on the GPU. (Typed Any here and below: which tensors are None is plain from the call.)"""
+    """A sparse `DecodeCase` on the GPU. Typed Any here and below, because a call makes plain which tensors are None."""
     return sparse_case(**options, device="cuda")
 
 
 def dense(**options: Any) -> Any:
-    """The same with a block table."""
+    """A `DecodeCase` with a block table on the GPU."""
     return dense_case(**options, device="cuda")
 
 
@@ -85,7 +85,7 @@ def label(sizes: dict[str, Any]) -> str:
 
 @pytest.fixture(params=(None, *EXCHANGES), ids=str)
 def exchange(request: pytest.FixtureRequest) -> str | None:
-    """What CTAs exchange, planned or forced, for tests of tiles and keys: an exchange touches neither Q nor sinks."""
+    """The exchange between CTAs, planned or forced, for tests of tiles and keys; it affects neither Q nor sinks."""
     return request.param
 
 
@@ -203,7 +203,7 @@ def test_sinks_at_infinity(num_splits):
 
 
 def test_sequences_shorter_than_their_queries(run_decode):
-    """Causal: of three queries over a sequence of one key, only the last sees it."""
+    """Calls are causal: of three queries over a sequence of one key, only the last sees it."""
     case = dense(seqlens=[1, 2, 3, 0], h_q=16, s_q=3)
     run_decode(case)
     out = planned(case)
@@ -219,7 +219,7 @@ def test_lengths_beyond_the_block_table(run_forced):
     run_forced(dataclasses.replace(case, kv_cache=cache, block_table=table, cache_seqlens=lengths))
 
 
-SHARES: dict[str, list[float]] = {  # lengths in units of a tile, in fractions where a tile is not full
+SHARES: dict[str, list[float]] = {  # lengths in units of a tile, fractional if a tile is not full
     "equal": [40] * 66,
     "one more than shares": [20] * 67,
     "one long": [1, 1, 700, 1],
@@ -235,7 +235,7 @@ SHARES: dict[str, list[float]] = {  # lengths in units of a tile, in fractions w
 @pytest.mark.parametrize("h_q", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("lengths", SHARES, ids=str)
 def test_shares_of_ragged_lengths(run_decode, lengths, h_q):
-    """CTAs find their shares of the tiles; twice, because a launch leaves its counters at 0."""
+    """CTAs find their shares of the tiles. Each call is made twice, because a launch leaves its counters at 0."""
     case = dense(seqlens=[int(64 * tiles) for tiles in SHARES[lengths]], h_q=h_q, sink="finite")
     run_decode(case)
     run_decode(case)
@@ -260,7 +260,7 @@ def test_table_entries_outside_the_cache(run_forced):
 @pytest.mark.parametrize("mode", ["sparse", "dense"])
 @pytest.mark.parametrize("page_size", [64, 61])
 def test_cache_beyond_4_gib(run_forced, mode, page_size):
-    """Byte offsets pass 2^32, element offsets 2^31; all but the first and the last pages is poison."""
+    """Byte offsets pass 2^32, element offsets 2^31. All pages except the first and the last ones are poison."""
     num_pages = (2**32 + 2**28) // (page_size * TOKEN_BYTES)
     cache = torch.full((num_pages, page_size, TOKEN_BYTES), 0xFF, dtype=torch.uint8, device="cuda")
     used = torch.tensor([0, 1, num_pages - 4, num_pages - 3, num_pages - 2, num_pages - 1], device="cuda")
@@ -279,7 +279,7 @@ def test_cache_beyond_4_gib(run_forced, mode, page_size):
 
 @pytest.mark.parametrize("field", ["code", "scale", "rope"])
 def test_a_nan_in_a_visible_key_is_not_hidden(run_forced, field):
-    """It makes NaN of every query that sees the key, and of no other."""
+    """The NaN must reach every query that sees the key, and no other."""
     case = sparse(batch=4, h_q=64, topk=100, page_size=1, invalid=False, padded=False)
     cache, slot = case.kv_cache.clone(), int(case.indices[1, 0, 70])
     begin, end = {"code": (5, 6), "scale": (SCALE_OFFSET, ROPE_OFFSET), "rope": (ROPE_OFFSET, ROPE_OFFSET + 2)}[field]
@@ -301,7 +301,7 @@ def test_a_nan_or_inf_in_one_query_head_stays_there(run_decode, value):
 
 
 def test_queries_far_from_usual_size(run_decode):
-    """Logits are of usual size, q is not: large, tiny, and both from head to head."""
+    """Logits are of usual size, but q is large, tiny, or both from head to head."""
     case = sparse(batch=2, h_q=64, topk=200, query_size=0.2, padded=False)
     for exponent in (40, -40):
         scale = 576**-0.5 * 2.0**-exponent
@@ -315,7 +315,7 @@ def test_queries_far_from_usual_size(run_decode):
 
 @pytest.mark.parametrize("query_size", [1.0, 8.0, 40.0])
 def test_peaked_softmax(run_decode, query_size):
-    """With power-of-two scales the yardstick's bf16 keys are exact too, so it holds for logits in the hundreds."""
+    """With power-of-two scales the yardstick's bf16 keys are exact, too, so it holds for logits in the hundreds."""
     case = sparse(batch=4, h_q=64, topk=576, scales="power_of_two", query_size=query_size)
     for num_splits in (None, 3):
         run_decode(case, num_splits=num_splits)
@@ -336,7 +336,7 @@ def test_the_largest_score_may_come_anywhere(run_decode):
 
 
 def reference_scores(case: Any) -> torch.Tensor:
-    """Log-sum-exp of each key of a one-query case alone, summed over heads: which keys score high."""
+    """The log-sum-exp of each key alone in a one-query case, summed over heads, which tells the high-scoring keys."""
     count = case.indices.shape[-1]
     alone = DecodeCase(case.q.expand(count, -1, -1, -1), case.kv_cache, indices=case.indices.view(count, 1, 1))
     return emulate_bf16_decode(**alone.arguments())[1].sum(dim=(1, 2))
@@ -345,7 +345,7 @@ def reference_scores(case: Any) -> torch.Tensor:
 @pytest.mark.parametrize("mode", ["sparse", "dense"])
 @pytest.mark.parametrize("scales", ["absmax", "mixed"])
 def test_forced_splits_agree(mode, scales):
-    """Within rounding: twice the 2.7e-3 that one result may be off, and each under the rule by itself."""
+    """Results may differ by twice the 2.7e-3 that one result may be off, and each must pass the rule."""
     if mode == "sparse":
         case = sparse(batch=3, h_q=96, s_q=2, topk=700, scales=scales, lengths="query", sink="finite")
     else:
@@ -357,7 +357,7 @@ def test_forced_splits_agree(mode, scales):
         planned(case, num_splits=num_splits, out=out.tensor, lse=lse.tensor)
         results.append((out.tensor, lse.tensor))
     for out_tensor, lse_tensor in results[1:]:
-        # column groups differ in size by up to 1e60 when scales are mixed: each must agree by itself
+        # with mixed scales column groups differ in size by up to 1e60: each must agree by itself
         for group in range(4):
             columns = slice(128 * group, 128 * (group + 1))
             assert relative_error(out_tensor[..., columns], results[0][0][..., columns]) < 5.4e-3
@@ -368,7 +368,7 @@ def test_forced_splits_agree(mode, scales):
 @pytest.mark.parametrize("scales", ["absmax", "mixed", "rare"])
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 7, 32])
 def test_forced_splits_hold_the_rule(run_forced, num_splits, scales):
-    """Partial results are float16 with units: scales that float16 does not hold must not show."""
+    """Partial results are float16 with units, so scales beyond float16 must not show."""
     run_forced(
         sparse(batch=3, h_q=96, s_q=2, topk=700, scales=scales, lengths="query", sink="inf"), num_splits=num_splits
     )
@@ -413,7 +413,7 @@ def test_views_of_the_cache_give_the_same_bits():
 
 @pytest.mark.parametrize("num_splits", [None, 1])
 def test_accuracy(num_splits):
-    """N(0,1) data, scales that are no powers of two, topk 2048: 2.7e-3 and 2e-5 (plain bf16: 2.5e-3 and 2e-4)."""
+    """N(0,1) data, no power-of-two scales, topk 2048: 2.7e-3 and 2e-5 (plain bf16: 2.5e-3 and 2e-4)."""
     case = sparse(
         batch=8,
         h_q=128,
@@ -440,7 +440,7 @@ def test_no_bit_depends_on_what_is_exchanged(mode, num_splits):
     else:
         case = dense(seqlens=[1, 0, 700, 65, 2048], h_q=128, s_q=2, sink="finite", scales="mixed")
     results = []
-    for exchange in ("codes", "values"):  # without an exchange operands change places, and scales meet V instead of P
+    for exchange in ("codes", "values"):  # without an exchange operands swap, and scales multiply V instead of P
         results.append(
             mla_fp8_decode(
                 case.q, case.kv_cache, **case.options(), num_splits=num_splits, exchange=exchange, return_lse=True
@@ -453,7 +453,7 @@ def test_no_bit_depends_on_what_is_exchanged(mode, num_splits):
 
 @pytest.mark.parametrize("exchange", ["shares", *EXCHANGES])
 def test_10000_launches_of_one_shape(exchange):
-    """No hang, and no bit that changes: 500 replays of a graph of 20 calls. Equal splits, or shares of all tiles."""
+    """500 replays of a graph of 20 calls must not hang or change a bit, with equal splits and with shares of tiles."""
     case = sparse(batch=2, h_q=128, topk=330, lengths="batch", sink="finite")
     forced = {} if exchange == "shares" else {"exchange": exchange, "num_splits": 6}
     out, lse = case.outputs()

@@ -35,7 +35,7 @@ class Cache:
 def make_pages(
     name: str, num_pages: int, page_size: int, generator: torch.Generator, layout: str | None = None, scale: Any = 1.0
 ) -> torch.Tensor:
-    """A cache of random tokens in padded pages; bytes of no row are random."""
+    """A cache of random tokens in padded pages, with random bytes between the rows."""
     token_format = FORMATS[name]
     stride = -(-token_format.page_layout(page_size, layout).page_bytes // 16) * 16 + 32
     memory = torch.randint(0, 256, (num_pages, stride), dtype=torch.uint8, device="cuda", generator=generator)
@@ -51,7 +51,7 @@ def make_pages(
 def make_cache(
     name: str, batch: int, s_q: int, topk: int, page_size: int, ragged: bool, generator: torch.Generator, **options: Any
 ) -> Cache:
-    """A cache, and indices of which some are invalid."""
+    """A cache and indices, some of which are invalid."""
     pages = make_pages(name, max(3, 2 * topk // page_size), page_size, generator, **options)
     slots = pages.shape[0] * page_size
     shape = (batch, s_q, topk)
@@ -65,7 +65,7 @@ def make_cache(
 def magnitudes(
     q: torch.Tensor, caches: list[tuple[Cache, str]], lse: torch.Tensor, softmax_scale: float | None = None
 ) -> torch.Tensor:
-    """Sums of probabilities times magnitudes of values, which errors of P are relative to."""
+    """Sums of probabilities times magnitudes of values, to which errors of P are relative."""
     total = torch.zeros((*q.shape[:3], 512), dtype=torch.float64, device="cuda")
     for cache, name in caches:
         assert cache.length is None
@@ -90,11 +90,10 @@ def check(
     limit: float = MAX_ERROR,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compares a call with the reference in float64; returns what it gave.
+    """Compares a call with the reference in float64; returns the call's results.
 
-    `by_element`: not the norm of the error, but each element, by what rounding P x scale may be off, relative to it.
-    Where one key outweighs all others, that is the same number in a whole row, and no mean of many. `limit` is that
-    of the norm.
+    With `by_element`, each element is compared with the error that rounding P x scale may cause, instead of the norm
+    with `limit`. If one key outweighs all others, that error is equal in a whole row, not a mean of many.
     """
     given = dict(
         indices=main.indices, topk_length=main.length, cache_format=name, extra_cache_format=extra_name, **options
@@ -187,7 +186,7 @@ def test_interleaved_pages() -> None:
 @pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("name", BYTE_SCALES)
 def test_any_scale(name: str, heads: int) -> None:
-    """Random codes and scale bytes of every range: keys are exact."""
+    """Codes and scale bytes are random over every range, and keys must be exact."""
     generator = torch.Generator("cuda").manual_seed(heads)
     token_format, count = FORMATS[name], 192
     is_fp4 = token_format.codes.bits == 4
@@ -209,7 +208,7 @@ def test_any_scale(name: str, heads: int) -> None:
         indices = torch.randint(0, count, (1, 1, 90), dtype=torch.int32, device="cuda", generator=generator)
         size = fp8_mla.unpack(tokens, torch.float32, token_format=token_format).abs().max().item()
         cache = Cache(pages, indices, None)
-        # where one key outweighs all others, its P is rounded alike for a whole row, and the result once more
+        # if one key outweighs all others, its P is rounded alike for a whole row, and the result once more
         check(make_q(1, 1, heads, generator), cache, name, limit=P_ROUNDING + 2.0**-9, softmax_scale=1.0 / (8 * size))
 
 
@@ -217,7 +216,7 @@ def test_any_scale(name: str, heads: int) -> None:
 @pytest.mark.parametrize("name", ["v4", "v4.1"])
 @pytest.mark.parametrize("byte", [105, 112, 115, 116])
 def test_small_codes_and_scales_keep_their_digits_in_partials(name: str, heads: int, byte: int) -> None:
-    """Codes up to 3 x 2^-9 with one scale: as float16 without a block scale, sums of them would lose up to 40%."""
+    """Codes go up to 3 x 2^-9 with one scale: float16 sums of them without a block scale would lose up to 40%."""
     generator = torch.Generator("cuda").manual_seed(heads + byte)
     token_format, count = FORMATS[name], 192
     pages = make_pages(name, 3, 64, generator)
@@ -236,7 +235,7 @@ def test_small_codes_and_scales_keep_their_digits_in_partials(name: str, heads: 
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
 @pytest.mark.parametrize(("name", "extra_name"), FLOAT_SCALES)
 def test_float_scales_of_very_different_size(name: str, extra_name: str | None, heads: int) -> None:
-    """Scales from 1e-30 to 1e30 in one key tile: all that float16 does not hold takes the slow paths."""
+    """A key tile has scales from 1e-30 to 1e30. Whatever float16 does not hold must take the slow paths."""
     generator = torch.Generator("cuda").manual_seed(heads)
     token_format, caches, size = FORMATS[name], [], 0.0
     for page_size in (64, 2) if extra_name else (64,):
@@ -251,14 +250,14 @@ def test_float_scales_of_very_different_size(name: str, extra_name: str | None, 
     q = make_q(2, 1, heads, generator, name)
     extra = caches[1] if extra_name else None
     for splits in (None, 2):
-        # next to values of 1e30 those of 1e-30 are nothing in a norm
+        # in a norm with values of 1e30, those of 1e-30 are nothing
         given = dict(by_element=P_ROUNDING + 2.0**-9, softmax_scale=1.0 / (8 * size), num_splits=splits)
         check(q, caches[0], name, extra, extra_name, **given)
 
 
 @pytest.mark.parametrize("heads", [16, 64])
 def test_the_rope_part_of_a_wider_token_is_not_read(heads: int) -> None:
-    """656 bytes a token whose last 128 are NaN give the bits of 528, alone and as both of two caches."""
+    """Tokens of 656 bytes whose last 128 are NaN must give the bits of 528, alone and as both of two caches."""
     generator = torch.Generator("cuda").manual_seed(heads)
     narrow = make_cache("v3.2_nope", 2, 1, 200, 64, True, generator)
     num_pages, page_size, size = narrow.pages.shape
@@ -274,7 +273,7 @@ def test_the_rope_part_of_a_wider_token_is_not_read(heads: int) -> None:
 
 @pytest.mark.parametrize("name", SINGLE)
 def test_nan(name: str) -> None:
-    """A NaN code or scale of a live key gives NaN; those of other slots change nothing."""
+    """A NaN code or scale of a live key must give NaN; those of other slots must change nothing."""
     generator = torch.Generator("cuda").manual_seed(1)
     for heads in (16, 64):
         cache = make_cache(name, 2, 1, 100, 64, False, generator)
@@ -290,7 +289,7 @@ def test_nan(name: str) -> None:
         for begin, value in nans:
             place = slice(begin, begin + len(value))
             before = memory[place].clone()
-            memory[place] = torch.tensor(value, dtype=torch.uint8, device="cuda")  # of slot 0, which no query sees
+            memory[place] = torch.tensor(value, dtype=torch.uint8, device="cuda")  # in slot 0, which no query sees
             out, lse = mla_fp8_decode(q, cache.pages, indices=cache.indices, cache_format=name, return_lse=True)
             assert torch.equal(out, clean) and torch.equal(lse, clean_lse)
             seen = cache.indices.clone()
@@ -330,7 +329,7 @@ def test_a_cache_without_pages_or_indices_counts_as_none() -> None:
 @pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("name", SINGLE)
 def test_what_float16_drops_is_small(name: str, heads: int) -> None:
-    """P is float16 relative to about the largest: probabilities below 2^-31 of it may count as 0, and nothing else."""
+    """P is float16, relative to about the largest P: only probabilities below 2^-31 of it may become 0."""
     generator = torch.Generator("cuda").manual_seed(heads)
     cache = make_cache(name, 2, 1, 130, 64, False, generator)
     q = 20 * make_q(2, 1, heads, generator)

@@ -1,6 +1,6 @@
-"""Scores of `mla_fp8_decode` on the GPU: adversarial sizes of Q and of scales.
+"""Scores of `mla_fp8_decode` on the GPU, with adversarial sizes of Q and of scales.
 
-Each call is held to the tolerance rule. Over many heads the output is no worse than with keys in bf16 either.
+Each call must satisfy the tolerance rule. Over many heads the output must be no worse than with keys in bf16.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from tests.kit.compare import bf16_yardstick, relative_error
 from tests.kit.mla_cases import OUTLIER_CHANNELS, SCALE_KINDS, DecodeCase, dense_case, sparse_case
 
 INEXACT_KEYS = tuple(kind for kind in SCALE_KINDS if kind != "power_of_two")
-"""With powers of two keys are exact in bf16 as well, so that nothing would be allowed."""
+"""With powers of two, bf16 keys are exact, too, so that no error would be allowed."""
 
 
 def sparse(**options: Any) -> DecodeCase:
@@ -30,7 +30,7 @@ MODES = {"sparse": sparse, "dense": dense}
 
 
 def at_most_bf16(case: DecodeCase) -> None:
-    """Errors over all rows and heads, beside those of keys in bf16."""
+    """Errors over all rows and heads must not exceed those with keys in bf16."""
     out, lse = case.outputs()
     mla_fp8_decode(case.q, case.kv_cache, **case.options(), out=out.tensor, lse=lse.tensor)
     expected, expected_lse = reference_decode(**case.arguments())
@@ -63,7 +63,7 @@ def test_outlier_channels(where):
 
 @pytest.mark.parametrize("decades", [4, 6, 8, 20, 60])
 def test_quant_tiles_of_q_that_differ_in_size(run_decode, decades):
-    """Up to 2^6 a head has one power of two, beyond it one for each quant tile; keys make up for the difference."""
+    """Up to 2^6, a head has one power of two, beyond that one per quant tile. Keys compensate for the difference."""
     case = sparse(h_q=64, scales="arbitrary", padded=False)
     q, cache = case.q.clone(), case.kv_cache.clone()
     scale = cache[..., SCALE_OFFSET:ROPE_OFFSET].view(torch.float32)

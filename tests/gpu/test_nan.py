@@ -1,7 +1,7 @@
-"""NaN and infinities where a query does not look: what decoding promises of every slot, and `sink_attention` of some.
+"""NaN and infinities where no query looks: decoding tolerates them in every slot, `sink_attention` in some.
 
-Several queries of a sequence share their tiles of keys. A key that one of them sees and another does not has the
-weight 0 for the latter, and 0 x NaN is NaN.
+Several queries of a sequence share tiles of keys. For a query that does not see a key that others see, its weight is 0,
+and 0 x NaN is NaN.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ def gqa(name: str, s_q: int = 2, device: str = "cuda", **options: Any) -> Any:
 
 
 def kernel_specs() -> list[GqaDecodeSpec]:
-    """The kernels of this file: most ship, except those with clusters or with more columns."""
+    """Kernels of this file. Most ship, except those with clusters or with more columns."""
     specs: dict[GqaDecodeSpec, None] = {}
     for name in CACHES:
         for s_q in (2, 5):
@@ -55,7 +55,6 @@ def kernel_specs() -> list[GqaDecodeSpec]:
 
 
 def place_of(case: Any, sequence: int, position: int) -> tuple[int, int]:
-    """(sequence or page, row in it) of a token."""
     if case.block_table is None:
         return sequence, position
     layout = LAYOUTS[case.layout]
@@ -93,9 +92,9 @@ def poison(case: Any, name: str, positions: list[int], value: float) -> Any:
 
 
 def hold(case: Any, clean: Any, unharmed: list[int]) -> None:
-    """Against the oracle; and queries that do not look there have the bits of the clean case.
+    """Checks a case against the oracle. Queries that do not look there must have the bits of the clean case.
 
-    As long as scores are those of the clean case: a warp moves the maxima of all queries where that of one grows far.
+    This needs the scores of the clean case: a warp moves the maxima of all queries if the maximum of one grows far.
     """
     same_scores = case.k_cache is clean.k_cache and case.k_scale is clean.k_scale
     expectation = GqaExpectation.of(case)
@@ -121,7 +120,7 @@ def names_of(case: Any) -> list[str]:
 @pytest.mark.parametrize("s_q", [2, 5])
 @pytest.mark.parametrize("name", CACHES)
 def test_tokens_after_a_query(name, s_q):
-    """The last query alone sees the last token; the last two see the token before it."""
+    """Only the last query sees the last token; the last two see the token before it."""
     clean = gqa(name, s_q)
     for part in names_of(clean):
         hold(poison(clean, part, [-1], math.nan), clean, list(range(s_q - 1)))
@@ -131,7 +130,7 @@ def test_tokens_after_a_query(name, s_q):
 @pytest.mark.parametrize("s_q", [2, 5])
 @pytest.mark.parametrize("name", CACHES)
 def test_tokens_before_the_window_of_a_query(name, s_q):
-    """The first query alone sees the first token of all windows."""
+    """Only the first query sees the first token of all windows."""
     window = 9
     clean = gqa(name, s_q, window=window)
     for part in names_of(clean):
@@ -161,7 +160,7 @@ def test_infinities_after_a_query(name):
 
 @pytest.mark.parametrize("name", CACHES)
 def test_a_nan_that_all_queries_see(name):
-    """In the middle, in the first tile, and not causal."""
+    """The NaN is in the middle, in the first tile, or in a call that is not causal."""
     for causal, position in ((True, 3), (True, -9), (False, -1)):
         clean = gqa(name, 5, causal=causal)
         for part in names_of(clean):
@@ -205,12 +204,12 @@ def test_mla_tokens_after_a_query(options, field):
 # ---- sink_attention: products over whole tiles
 
 REACH, REACH_OF_GRADIENTS = 190, 318
-"""Tokens between a key that a query sees and one that may still reach its output, and its gradient: a block of 64
-queries and a tile of 128 keys, of 64 queries and 256 keys. docs/users/sink_attention.md says 192 and 320."""
+"""Distance of a key that a query sees from a key that may still reach its output, or its gradient: a block of 64
+queries and a tile of 128 or 256 keys. docs/users/sink_attention.md says 192 and 320."""
 
 
 def run(case: SinkCase, deterministic: bool = False) -> tuple[torch.Tensor, ...]:
-    """out, lse, dq, dk and dv."""
+    """`out`, lse, dq, dk and dv."""
     tensors = [t.detach().requires_grad_() for t in (case.q, case.k, case.v)]
     named = dict(zip("qkv", tensors, strict=True))
     result: Any = sink_attention(**{**case.arguments(), **named}, deterministic=deterministic, return_lse=True)
@@ -218,7 +217,7 @@ def run(case: SinkCase, deterministic: bool = False) -> tuple[torch.Tensor, ...]
 
 
 def poisoned(case: SinkCase, rows: slice, value: float) -> SinkCase:
-    """The case with other keys and values at some places."""
+    """The case with other keys and values at some positions."""
     k, v = case.k.clone(), case.v.clone()
     k[:, rows], v[:, rows] = value, value
     return dataclasses.replace(case, k=k, v=v)
@@ -240,7 +239,7 @@ def test_keys_far_after_a_query_reach_nothing(d, value, deterministic):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize(("h_q", "h_kv", "d"), [(4, 2, 64), (8, 1, 64), (4, 2, 128)])
 def test_keys_far_before_a_window_reach_nothing(h_q, h_kv, d, value):
-    """Neither outputs nor gradients: also of keys, none of whose queries is near."""
+    """Neither outputs nor gradients may change, not even those of keys without a query nearby."""
     window, rows = 100, slice(1000, 1010)
     clean = sink_case([(2400, 2400)], h_q, h_kv, d, window=window, padded=False)
     want, got = run(clean), run(poisoned(clean, rows, value))
@@ -248,7 +247,7 @@ def test_keys_far_before_a_window_reach_nothing(h_q, h_kv, d, value):
     for name, one, other in zip(("out", "lse"), got, want, strict=False):
         assert torch.equal(one[:, :first_harmed], other[:, :first_harmed]), name
         assert torch.equal(one[:, end_harmed:], other[:, end_harmed:]), name
-    # delta of a query whose output is NaN reaches the keys of its tiles, and these its gradient
+    # delta of a query with a NaN output reaches the keys of its tiles, and these its gradient
     apart = window + REACH_OF_GRADIENTS
     for one, other in zip(got[2:], want[2:], strict=True):
         assert torch.equal(one[:, : first_harmed - apart], other[:, : first_harmed - apart])

@@ -1,4 +1,4 @@
-"""How the operators sit in torch: streams, CUDA graphs, torch.compile, caller-owned outputs, host time, warm start."""
+"""Operators in torch: streams, CUDA graphs, torch.compile, caller-owned outputs, host time, warm start."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from tests.kit.mla_cases import DecodeCase, dense_case, generator, sparse_case
 HOST_US = 15.0
 """Host microseconds that an eager call with a cached plan may take, on a host where `torch.sum` takes `SUM_US`."""
 SUM_US = 5.5
-"""Measured on hosts of H200s: 5.5 to 9 us; calls and sums slow down by the same factor."""
+"""Measured on hosts of H200s: 5.5 to 9 us. Calls and sums slow down by the same factor."""
 
 
 def decode_case(case: DecodeCase, **options: Any) -> Any:
@@ -43,7 +43,6 @@ def decode_gqa(case: GqaCase, **options: Any) -> Any:
 
 
 def kernel_specs() -> list[Any]:
-    """Variants of the GQA kernels here."""
     flat: dict[str, Any] = {"layout": "BNSH", "device": "cpu"}
     cases = [usual_gqa(device="cpu"), usual_gqa(**flat), usual_gqa(**flat, kv_dtype="bf16")]
     scales = dict.fromkeys(("k_scale", "v_scale"), "per_token_head")
@@ -54,7 +53,7 @@ def kernel_specs() -> list[Any]:
 
 @pytest.mark.parametrize("num_splits", [None, 1, 4])
 def test_graph_replays_with_other_sequences(num_splits):
-    """Lengths, tables and queries change in place between replays, so the plan is for other values."""
+    """Lengths, tables and queries change in place between replays, so the plan was made for other values."""
     case: Any = dense_case(seqlens=[700, 3, 64, 300], h_q=64, s_q=2, padded=False, device="cuda")
     out, lse = case.outputs()
 
@@ -92,7 +91,7 @@ def test_graph_replays_with_other_indices():
 
 @pytest.mark.parametrize("layout", ["BNSH", "paged_NHD"])
 def test_gqa_graph_replays_append_and_decode(layout):
-    """One graph stores a token of each sequence and decodes; tokens, slots and lengths change between replays."""
+    """One graph stores a token of each sequence and decodes. Tokens, slots and lengths change between replays."""
     case = usual_gqa(layout=layout, values="normal")
     fresh, reach = torch.zeros((2, 4, 2, 128), dtype=torch.bfloat16, device="cuda"), case.cache_seqlens.clone()
     slots = torch.full((4,), -1, dtype=torch.int64, device="cuda")
@@ -149,7 +148,7 @@ def test_caller_owned_outputs_are_used_and_returned():
 
 @pytest.mark.parametrize("num_splits", [None, 1, 4])
 def test_out_may_be_q_over_grouped_keys(num_splits):
-    """torch.compile makes such calls. Each row is read before it is written, with splits too."""
+    """torch.compile makes such calls. Each row is read before it is written, also with splits."""
     case = usual_gqa()
     expected = decode_gqa(case, num_splits=num_splits)
     for _ in range(20):
@@ -233,7 +232,7 @@ def test_torch_compile_without_a_graph_break(backend):
 
 @pytest.mark.parametrize("name", ["mla", "mla split", "mla shares", "gqa"])
 def test_a_call_reads_what_the_one_before_it_has_written(name):
-    """A launch may begin before the previous one ends: here results of a call are queries of the next."""
+    """A launch may begin before the previous one ends. Here, a call's results are the next call's queries."""
     if name == "gqa":
         gqa = usual_gqa(seqlens=[700, 3, 64, 300] * 16)
         queries = [gqa.q.clone() for _ in range(2)]
@@ -341,7 +340,7 @@ def test_host_time(name, record_property):
         "gqa append": functools.partial(kv_int8_append, k, v, *stores, slots, layout="BNSH"),
     }[name]
     one = torch.zeros(64, dtype=torch.float32, device="cuda")
-    with torch.inference_mode():  # in the way that a serving stack calls them; in turns, since a host's speed varies
+    with torch.inference_mode():  # called as by a serving stack, and in turns, because a host's speed varies
         rounds = [host_medians(call, lambda: torch.add(one, one, out=one)) for _ in range(3)]
     us, plain = min(rounds, key=lambda found: found[0] / max(found[1], SUM_US))
     print(f"{name}: {us:.1f} us of host time a call, a sum of torch's {plain:.1f} us")
@@ -380,7 +379,7 @@ def test_warm_start_compiles_nothing():
 
 
 def test_merging_ctas_of_several_streams_do_not_wait_for_each_other():
-    """More CTAs than the card holds, on three streams: merge CTAs spin, and must not starve a decoding CTA."""
+    """The card does not hold all CTAs of the three streams. Merge CTAs spin and must not starve decoding CTAs."""
     cases = [
         sparse_case(batch=batch, h_q=128, topk=2048, num_slots=8192, padded=False, seed=batch, device="cuda")
         for batch in (1, 8, 16)

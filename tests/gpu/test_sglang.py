@@ -1,4 +1,4 @@
-"""SGLang's plugin on a GPU, by stand-ins of its objects: as on a CPU, and in CUDA graphs whose contents change."""
+"""SGLang's plugin on a GPU with stand-ins for its objects: eager as on a CPU, and in CUDA graphs."""
 
 import types
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ def test_new_tokens_are_stored_in_a_graph(sglang: types.SimpleNamespace) -> None
 
 @pytest.mark.parametrize("counts", [[1, 1, 1], [4, 4, 4], [2, 3, 1]], ids=["decoding", "verification", "drafts"])
 def test_the_indexer_chooses_in_a_graph(counts: list[int]) -> None:
-    """Captured at full length, replayed at others: the same slots as the definition's on a CPU."""
+    """The graph is captured at full length and replayed at others. Slots must be the definition's on a CPU."""
     call = Call(counts, padding=2, device=DEVICE)
     graph, found = capture(call.run)
     for less in (0, 1, 60, 400):

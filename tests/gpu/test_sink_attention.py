@@ -1,33 +1,28 @@
 """`sink_attention` on the GPU, forward and gradients, against the float64 oracle of `tests.kit.sink_cases`.
 
-Every result is written over NaN. `covering_cases` takes few combinations in which every pair of values of two factors
-meets; `kernel_specs` names the kernels that these need in addition to those that ship.
+Every result is written over NaN. `covering_cases` makes few combinations in which every pair of values of two factors
+occurs; `kernel_specs` lists the kernels that these need in addition to those that ship.
 """
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from cute_kernels import sink_attention, sink_attention_backward
-from cute_kernels.gqa.launch import decode_spec
-from cute_kernels.gqa.request import DECODE
-from cute_kernels.runtime.counters import CounterSlab
-from cute_kernels.sink import backward_spec, launch, op, plan, spec
+from cute_kernels.sink import backward_spec, launch, spec
 from cute_kernels.sink.reference import reference_sink_attention, reference_sink_attention_backward
 from tests.gpu.alone import alone
-from tests.kit import gpt_oss
 from tests.kit.bits import require_same_bits
 from tests.kit.graphs import capture
 from tests.kit.mla_cases import covering_cases, generator, strided
+from tests.kit.sink_calls import change_results, leaves, run
 from tests.kit.sink_cases import SINKS, SinkCase, SinkExpectation, sink_case
 
-OPS = torch.ops.cute_kernels
+pytestmark = pytest.mark.usefixtures("poisoned_sink")
 LENGTHS = (
     (1, 1), (63, 65), (64, 127), (65, 129), (128, 128), (127, 255), (129, 257), (191, 193), (193, 191), (1, 1000),
     (300, 1), (500, 130), (384, 576), (9, 640),
@@ -53,45 +48,14 @@ CASES = covering_cases(
 
 
 def kernel_specs() -> list[Any]:
-    """Kernels that do not ship: of float16, with a delta that is given, and of `gqa_decode` for few queries."""
+    """Kernels that do not ship: those of float16, and the first step of a backward that gets delta from its caller."""
     specs: list[Any] = [*spec.launched_specs("float16"), *backward_spec.launched_specs("float16")]
     kinds = itertools.product(("bfloat16",), (64, 128), (True, False), (True, False))
-    specs += [backward_spec.SinkPrepareSpec(*kind, given=True) for kind in kinds]
-    for case in (decoded(*few, device="cpu") for few in FEW):
-        given: dict[str, Any] = {"q": case.q, "k_cache": case.k, "v_cache": case.v, "layout": "BSNH"}
-        request = DECODE.request(**given)
-        specs.append(decode_spec(request))
-    return specs
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fills results with NaN before a launch; frees cached blocks afterwards, whose sizes no other case needs."""
-    for name in ("_fake_forward", "_fake_backward"):
-        allocate: Callable[..., Any] = getattr(op, name)
-        monkeypatch.setattr(op, name, lambda *a, allocate=allocate: tuple(t.fill_(math.nan) for t in allocate(*a)))
-    yield
-    torch.cuda.empty_cache()
-
-
-def leaves(case: SinkCase) -> dict[str, Any]:
-    """The tensors of a call that have gradients."""
-    given = {"q": case.q, "k": case.k, "v": case.v, "s_aux": case.s_aux}
-    return {name: None if t is None else t.detach().requires_grad_() for name, t in given.items()}
-
-
-def run(case: SinkCase, deterministic: bool = False) -> tuple[Any, Any, tuple[Any, ...]]:
-    """out, lse and the gradients of q, k, v and s_aux."""
-    tensors = leaves(case)
-    result = sink_attention(**{**case.arguments(), **tensors}, deterministic=deterministic, return_lse=True)
-    out, lse = result
-    wanted = [t for t in tensors.values() if t is not None]
-    gradients = torch.autograd.grad(out, wanted, case.d_out)
-    return out.detach(), lse, (*gradients, *([None] * (4 - len(wanted))))
+    return specs + [backward_spec.SinkPrepareSpec(*kind, given=True) for kind in kinds]
 
 
 def hold(case: SinkCase, deterministic: bool = False) -> None:
-    """Forward and gradients, under the tolerance rule."""
+    """Applies the tolerance rule to the output and the gradients."""
     expected = SinkExpectation.of(case)
     out, lse, gradients = run(case, deterministic)
     expected.check_forward(out, lse).require()
@@ -103,7 +67,7 @@ def hold(case: SinkCase, deterministic: bool = False) -> None:
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("d", [64, 128])
 def test_gradients_by_hand(d, packed, deterministic):
-    """`sink_attention_backward` with sinks apart or in lse, and with delta in place of out."""
+    """`sink_attention_backward` gets sinks apart or folded into lse, and out or delta."""
     case = sink_case(RAGGED if packed else [(300, 700)] * 2, 8, 2, d, packed=packed, sinks="some")
     expected = SinkExpectation.of(case)
     out, lse = expected.out.exact.to(case.q.dtype), expected.lse.float()
@@ -118,7 +82,7 @@ def test_gradients_by_hand(d, packed, deterministic):
 
 @pytest.mark.parametrize("d", [64, 128])
 def test_gradients_of_parts_of_the_keys_add_up(d):
-    """Two steps of a ring: earlier keys are seen whole, their own causally."""
+    """In two steps of a ring, queries see earlier keys whole and their own causally."""
     case = sink_case([(256, 768)], 8, 2, d)
     expected = SinkExpectation.of(case)
     out, lse = expected.out.exact.to(case.q.dtype), expected.lse.float()
@@ -174,7 +138,7 @@ def test_window_of_4096(d, s_q, s_k):
 
 
 def test_gpt_oss_heads():
-    """64 over 8 heads, with and without its window."""
+    """gpt-oss has 64 heads over 8, with and without a window."""
     hold(sink_case([(700, 700)], 64, 8, 64))
     hold(sink_case([(700, 700)], 64, 8, 64, window=128))
 
@@ -250,7 +214,7 @@ def test_expanded_tensors_and_dimensions_of_one():
     out: Any = sink_attention(**{**one.arguments(), **tensors})
     got = torch.autograd.grad(out.sum(), list(tensors.values()))
     expected = run(dataclasses.replace(one, d_out=torch.ones_like(one.q)), deterministic=False)[2]
-    for a, b in zip(got[1:], expected[1:], strict=True):  # dq is a sum whose terms come in any order
+    for a, b in zip(got[1:], expected[1:], strict=True):  # the terms of dq are summed in any order
         assert torch.equal(a, b)
     single = sink_case([(1, 1)], 1, 1, padded=False)
     single.q, single.k, single.v, single.d_out = (
@@ -264,11 +228,7 @@ def test_expanded_tensors_and_dimensions_of_one():
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("packed", [False, True])
 def test_nothing_before_or_after_a_tensor_is_read(packed, deterministic, last, monkeypatch):
-    for name in ("_fake_forward", "_fake_backward"):
-        allocate: Callable[..., Any] = getattr(op, name)
-        monkeypatch.setattr(
-            op, name, lambda *a, allocate=allocate: tuple(alone(t, last=last) for t in allocate(*a))
-        )  # fmt: skip
+    change_results(monkeypatch, lambda t: alone(t, last=last))
     for d, window in ((64, None), (64, 100), (128, None), (128, 100)):
         case = sink_case(RAGGED if packed else [(191, 130)] * 2, 4, 2, d, window=window, packed=packed)
         for name in ("q", "k", "v", "d_out"):
@@ -310,7 +270,7 @@ def test_deterministic_gradients_have_the_same_bits(options):
 
 @pytest.mark.parametrize("options", REPEATED.values(), ids=REPEATED)
 def test_only_dq_may_differ_by_default(options):
-    """Only dq differs from call to call, and by no more than float32 sums in another order."""
+    """The gradients of k, v and sinks must be equal in every call. dq may differ by float32 sums in another order."""
     case = sink_case(**options)
     first, largest = run(case)[2], 0.0
     for _ in range(10):
@@ -319,201 +279,6 @@ def test_only_dq_may_differ_by_default(options):
         largest = max(largest, ((dq - first[0]).float().norm() / first[0].float().norm()).item())
     print(f"dq differs by {largest:.1e} of its norm from run to run")
     assert largest < 1e-3
-
-
-# ---- routing
-
-
-FEW = [(s_q, h_q, h_kv, d) for s_q in (1, 2, 8) for h_q, h_kv in ((8, 2), (8, 8)) for d in (64, 128)]
-
-
-def decoded(s_q: int, h_q: int, h_kv: int, d: int, device: str = "cuda", **options: Any) -> SinkCase:
-    return sink_case([(s_q, 700)] * 2, h_q, h_kv, d, padded=False, device=device, **options)
-
-
-@pytest.mark.parametrize("window", [None, 1, 100])
-@pytest.mark.parametrize(("s_q", "h_q", "h_kv", "d"), FEW)
-def test_both_routes_agree(s_q, h_q, h_kv, d, window, monkeypatch):
-    case = decoded(s_q, h_q, h_kv, d, window=window, sinks="extreme")
-    expected, arguments = SinkExpectation.of(case), case.arguments()
-    for chosen in ("decode", "prefill"):
-        monkeypatch.setattr(op, "route", lambda chosen=chosen, **sizes: chosen)
-        with torch.no_grad():
-            out, lse = sink_attention(**arguments, return_lse=True)
-            expected.check_forward(out, lse, name=chosen).require()
-            again, again_lse = OPS.sink_attention(
-                *(arguments[name] for name in ("q", "k", "v", "s_aux", "cu_seqlens_q", "cu_seqlens_k")),
-                case.causal, window, case.softmax_scale, False, False,
-            )  # fmt: skip
-            require_same_bits((out, lse), (again, again_lse))
-
-
-def test_the_route_is_that_of_the_plan(monkeypatch):
-    decodes = []
-    original = op.gqa_decode
-
-    def counted(q: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        decodes.append(q.shape[1])
-        return original(q, *arguments, **options)
-
-    monkeypatch.setattr(op, "gqa_decode", counted)
-    with torch.no_grad():
-        for s_q in (1, plan.FEW_QUERIES, plan.FEW_QUERIES + 1):
-            sink_attention(**decoded(s_q, 8, 2, 64).arguments())
-    run(decoded(1, 8, 2, 64))
-    assert decodes == [1, plan.FEW_QUERIES]
-
-
-# ---- streams and graphs
-
-
-GRAPHED = {
-    "full": {"lengths": [(300, 500)] * 2},
-    "window": {"lengths": [(300, 500)] * 2, "window": 100, "sinks": "absent"},
-    "packed": {"lengths": [(200, 300), (64, 65), (130, 131)], "packed": True},
-}
-
-
-def call_operators(case: SinkCase, deterministic: bool) -> tuple[torch.Tensor, ...]:
-    """Forward and backward as a compiled graph calls them."""
-    tensors = (case.q, case.k, case.v, case.s_aux, case.cu_seqlens_q, case.cu_seqlens_k)
-    numbers = (case.causal, case.window, case.softmax_scale, deterministic)
-    out, lse = OPS.sink_attention(*tensors, *numbers, True)
-    return out, lse, *OPS.sink_attention_backward(case.d_out, out, lse, *tensors, *numbers, None)
-
-
-@pytest.mark.parametrize("counters_left", [True, False])
-@pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("options", GRAPHED.values(), ids=GRAPHED)
-def test_graph_replays_with_other_numbers(options, deterministic, counters_left, monkeypatch):
-    case: Any = sink_case(**options, padded=False)
-    with torch.no_grad():
-        call_operators(case, deterministic)
-        torch.cuda.synchronize()
-        if not counters_left:
-            monkeypatch.setattr(CounterSlab, "borrow", lambda slab, num_counters: None)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = call_operators(case, deterministic)
-        for seed in (1, 2, 3):
-            other = sink_case(**options, padded=False, seed=seed)
-            lengths = options["lengths"][seed % 2 :] + options["lengths"][: seed % 2]
-            for name in ("q", "k", "v", "d_out", "s_aux"):
-                if getattr(case, name) is not None:
-                    getattr(case, name).copy_(getattr(other, name))
-            if case.packed:
-                moved: Any = sink_case(lengths, packed=True)
-                case.cu_seqlens_q.copy_(moved.cu_seqlens_q)
-                case.cu_seqlens_k.copy_(moved.cu_seqlens_k)
-                case.lengths = lengths
-            for t in results:
-                t.fill_(math.nan)
-            for _ in range(2):
-                graph.replay()
-            expected = SinkExpectation.of(case)
-            out, lse, *gradients = results
-            expected.check_forward(out, lse, name=f"replay {seed}").require()
-            expected.require_gradients(*gradients[:3], gradients[3] if case.s_aux is not None else None)
-
-
-@pytest.mark.parametrize(
-    "options", [{"lengths": [(300, 500)]}, {"lengths": [(100 + 37 * i % 300,) * 2 for i in range(40)], "packed": True}]
-)
-def test_graph_of_the_public_call_and_of_autograd(options):
-    """The same bits as without a graph; of packed sequences a graph knows no length."""
-    case = sink_case(**options, padded=False)
-    with torch.no_grad():
-        expected = sink_attention(**case.arguments())
-        graph, out = capture(lambda: sink_attention(**case.arguments()))
-        graph.replay()
-    assert torch.equal(out, expected)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        wanted = run(case, deterministic=True)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        got = run(case, deterministic=True)
-    graph.replay()
-    require_same_bits((*got[:2], *got[2]), (*wanted[:2], *wanted[2]))
-
-
-def test_calls_on_several_streams_do_not_share_counters():
-    cases = [sink_case([(400, 900)] * 3, 6, 3, window=window, seed=seed) for seed, window in enumerate((None, 100, 64))]
-    expected = [run(case, deterministic=True) for case in cases]
-    streams = [torch.cuda.Stream() for _ in cases]
-    torch.cuda.synchronize()
-    wrong = torch.zeros(len(cases), dtype=torch.int64, device="cuda")
-    for _ in range(30):
-        for case, stream, want, count in zip(cases, streams, expected, wrong.unbind(), strict=True):
-            with torch.cuda.stream(stream):
-                got = run(case, deterministic=True)
-                for a, b in zip((got[0], *got[2]), (want[0], *want[2]), strict=True):
-                    count += (a != b).any()
-    torch.cuda.synchronize()
-    assert not wrong.any()
-
-
-# ---- torch
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("options", GRAPHED.values(), ids=GRAPHED)
-def test_torch_compile_without_a_graph_break(options, backend):
-    torch._dynamo.reset()  # torch.compile gives up after a number of compilations of one function
-    case = sink_case(**options, padded=False)
-
-    def attend(arguments: dict[str, Any]) -> torch.Tensor:
-        out: Any = sink_attention(**{**arguments, "q": arguments["q"] * 0.5}, deterministic=True)
-        return out * 2
-
-    results = []
-    for function in (attend, torch.compile(attend, fullgraph=True, backend=backend)):
-        tensors = leaves(case)
-        out = function({**case.arguments(), **tensors})
-        wanted = [t for t in tensors.values() if t is not None]
-        results.append((out.detach(), *torch.autograd.grad(out, wanted, case.d_out)))
-    require_same_bits(*results)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(dtype):
-    case = sink_case([(200, 300)], dtype=dtype)
-    expected = run(case, deterministic=True)
-    wide = {name: None if t is None else t.detach().float().requires_grad_() for name, t in leaves(case).items()}
-    with torch.autocast("cuda", dtype=dtype):
-        out: Any = sink_attention(**{**case.arguments(), **wide}, deterministic=True)
-    assert out.dtype == dtype
-    gradients = torch.autograd.grad(out, list(wide.values()), case.d_out)
-    assert all(t.dtype == torch.float32 for t in gradients)
-    require_same_bits((out.detach(), *gradients), (expected[0], *(t.float() for t in expected[2])))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant):
-    case = sink_case([(200, 300)], padded=False)
-
-    def block(q: Any, k: Any, v: Any, s_aux: Any) -> torch.Tensor:
-        out: Any = sink_attention(q * 2, k, v, s_aux, window=64, deterministic=True)
-        return out * 3
-
-    results = []
-    for kept in (True, False):
-        tensors = leaves(case)
-        arguments = tuple(tensors.values())
-        out = block(*arguments) if kept else checkpoint(block, *arguments, use_reentrant=reentrant)
-        assert out is not None
-        out.backward(case.d_out)
-        results.append((out.detach(), *(t.grad for t in arguments)))
-    require_same_bits(*results)
-
-
-def test_gpt_oss_learns_as_with_eager_attention():
-    gpt_oss.require_learned("cuda")
-    loss, sinks = gpt_oss.excess(gpt_oss.attend, "cuda")
-    print(f"losses are off by {loss:.2f} times what bfloat16 is, sinks by {sinks:.2f} times")
-    assert loss <= 2 and sinks <= 2
 
 
 # ---- what kernels do not take, and wrong arguments
@@ -534,7 +299,7 @@ def test_scales_that_are_not_positive(scale):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_more_sequences_than_a_grid_holds(packed):
-    """Sequences of one token, whose only rival in the softmax is the sink."""
+    """Each sequence has one token, whose only rival in the softmax is the sink."""
     count = launch.MAX_GRID + 10
     s_aux: Any = sink_case([(1, 1)], 1, 1).s_aux
     gen = generator(0, "cuda")
@@ -551,13 +316,13 @@ def test_more_sequences_than_a_grid_holds(packed):
     torch.testing.assert_close(out.detach().double(), expected, rtol=1e-2, atol=1e-6)
     if not packed:
         (dq,) = torch.autograd.grad(out, q, torch.ones_like(out))
-        delta = out.detach().double().sum(-1, keepdim=True)  # of the rounded out, as every backward has it
+        delta = out.detach().double().sum(-1, keepdim=True)  # from the rounded out, as in every backward
         wanted = torch.sigmoid(score - s_aux.double()) * (v.double().sum(-1, keepdim=True) - delta) * k.double() / 8
         torch.testing.assert_close(dq.double(), wanted, rtol=2e-2, atol=1e-3)
 
 
 def with_padding(case: Any) -> Any:
-    """The case with NaN in rows past the last sequence, of all that has rows."""
+    """The case with rows of NaN after the last sequence, in every tensor that has rows."""
     for name, rows in (("q", 100), ("d_out", 100), ("k", 70), ("v", 70)):
         t = getattr(case, name)
         more = torch.full((rows, *t.shape[1:]), torch.nan, dtype=t.dtype, device="cuda")
@@ -566,7 +331,7 @@ def with_padding(case: Any) -> Any:
 
 
 def poison_free_memory() -> None:
-    """What the allocator hands out next holds NaN."""
+    """Makes the allocator's free memory hold NaN."""
     blocks = [torch.full((1 << n,), torch.nan, device="cuda") for n in range(8, 23) for _ in range(4)]
     del blocks
 
@@ -575,7 +340,7 @@ def poison_free_memory() -> None:
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("d", [64, 128])
 def test_rows_past_the_last_sequence_are_padding(d, known, graph):
-    """They get 0, and -inf as a log-sum-exp; with `max_seqlen_q` contents are not read on the host."""
+    """Padding rows become 0, and -inf in lse. With `max_seqlen_q` the host does not read lengths."""
     lengths = [(20, 30), (0, 0), (140, 300)]
     call = {**sink_case(lengths, 8, 2, d, packed=True).arguments(), "return_lse": True}
     expected = sink_attention(**call)
@@ -598,7 +363,7 @@ def test_rows_past_the_last_sequence_are_padding(d, known, graph):
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("d", [64, 128])
 def test_gradients_of_padding_rows_are_0(d, window, deterministic):
-    """Also where the gradient of the output holds NaN there, and where all rows are padding."""
+    """The output's gradient may be NaN in padding rows, and all rows may be padding."""
     names = ("q", "k", "v", "s_aux")
     for lengths in ([(20, 30), (0, 0), (140, 300)], [(0, 0)]):
         plain = sink_case(lengths, 8, 2, d, packed=True, window=window)

@@ -39,7 +39,7 @@ def kernel_specs() -> list:
 
 
 def query_grad_spec(dtype: str, d: int, packed: bool, window: bool, way: str) -> SinkQueryGradSpec:
-    """The variant that is tested with a way; some ways bring one of their own, where it is for d."""
+    """The variant that is tested with a way. Some ways bring their own, if it exists for d."""
     spec = SinkQueryGradSpec(dtype, d, packed, window, **QUERY_GRADS.get(way, {}))
     return SinkQueryGradSpec(dtype, d, packed, window) if spec.can_implement() else spec
 
@@ -71,7 +71,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def section(case: SinkCase, heads: int, small: bool) -> int:
-    """Pairs of a sequence and a head that are worked on together: of one sequence, or of all."""
+    """Number of (sequence, head) pairs that are processed together: those of one sequence, or of all."""
     return heads if small else heads * len(case.lengths)
 
 
@@ -96,7 +96,7 @@ def some_sink(case: SinkCase) -> torch.Tensor:
 def run_forward(
     case: SinkCase, spec: SinkForwardSpec | None = None, ctas: int | None = None, small: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of the kernel; outputs poisoned before."""
+    """(out, lse) of the kernel, written over poison."""
     d = case.q.shape[-1]
     spec = spec or forward_spec(case.dtype, d, case.packed, case.window, case.q.shape[-2] // case.k.shape[-2])
     out = torch.full((*case.q.shape[:-1], d + 8), float("nan"), dtype=case.q.dtype, device="cuda")[..., :d]
@@ -179,7 +179,7 @@ def test_forward_other_tiles(spec):
 @pytest.mark.parametrize("window", [1, 64, 127, 128, 129, 250, 600])
 @pytest.mark.parametrize("causal", [False, True])
 def test_forward_grouped(spec, window, causal):
-    """Work tiles whose key tiles fit into shared memory, and larger ones: wide windows, or not causal."""
+    """Key tiles of a work tile fit into shared memory, or are more: wide windows, or not causal."""
     cases = [[(700, 1300)] * 2, [(333, 333)] * 3, [(300, 90)], [(65, 1000)]]
     if spec.packed:
         cases = [[(1, 1), (130, 700), (0, 5), (257, 257), (64, 0), (3, 2000), (191, 64), (0, 0), (640, 641)]]
@@ -199,7 +199,7 @@ def test_forward_grouped_ratios(spec, ctas, h_q, h_kv):
 
 @pytest.mark.parametrize("ctas", [1, 2, 7])
 def test_forward_with_few_ctas(ctas):
-    """Many work tiles a CTA: stages, slots and turns wrap around."""
+    """A CTA has many work tiles, so that stages, slots and turns wrap around."""
     check_forward(sink_case([(400, 900)] * 3, 6, 3, 64), ctas=ctas)
     check_forward(sink_case([(400, 900)] * 3, 6, 3, 128), ctas=ctas)
     check_forward(sink_case([(400, 900)] * 3, 6, 3, 64, window=90), ctas=ctas)
@@ -225,7 +225,7 @@ def test_forward_long_and_repeated():
 
 
 def test_forward_of_large_scores():
-    """References of rows move by far more than 2^8."""
+    """Running maxima of rows move by far more than 2^8."""
     case = sink_case([(300, 1200)], 4, 2, 64)
     case.k[:, ::7] *= 30
     check_forward(case)
@@ -248,7 +248,7 @@ def test_work_list_has_each_block_once(keys):
 def run_backward(
     case: SinkCase, expected: SinkExpectation, way: str, ctas: int | None = None, small: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """(dq, dk, dv, d(sink)) of the kernels, from a forward in float64; outputs and scratch memory start poisoned."""
+    """(dq, dk, dv, d(sink)) of the kernels, from a forward in float64. Outputs and scratch memory start poisoned."""
     dtype, packed, window = case.dtype, case.packed, case.window is not None
     keys = SinkBackwardSpec(dtype, case.q.shape[-1], packed, window, **WAYS[way])
     fused = keys.fused

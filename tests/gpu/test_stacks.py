@@ -1,4 +1,4 @@
-"""Warm start, FlashAttention's interface and transformers on a GPU: as on a CPU, without compiling, and in graphs."""
+"""Warm start, FlashAttention's interface and transformers on a GPU give the CPU's results, in graphs, too."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -29,7 +29,7 @@ def num_sms() -> int:
 
 
 def kernel_specs() -> list[KernelSpec]:
-    indexed = MlaShape(heads=4, topk=64)  # of the tiny models: lists are padded to 64
+    indexed = MlaShape(heads=4, topk=64)  # the tiny models pad lists to 64
     return specs_of(GQA, MLA, indexed, batch_sizes=BATCHES, num_sms=num_sms())
 
 
@@ -45,7 +45,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def test_a_warmed_model_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The names of kernels that a warm start predicts are those that calls of these batch sizes ask for."""
+    """The warm start must predict the names of the kernels that calls of these batch sizes use."""
     report = warm(GQA, MLA, batch_sizes=BATCHES, num_sms=num_sms(), progress=False)
     assert report.missing == ()
 
@@ -72,7 +72,7 @@ def test_a_warmed_model_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def on_both(function: Callable[..., Any], tensors: dict[str, torch.Tensor], **others: Any) -> None:
-    """Holds a call on the GPU against the same one on the CPU."""
+    """Compares a call on the GPU with the same call on the CPU."""
     expected = function(**tensors, **others)
     found = function(**{name: t.to(DEVICE) for name, t in tensors.items()}, **others)
     for a, b in zip(found, expected, strict=True):
@@ -150,7 +150,7 @@ def test_tokens_of_transformers(name: str, int8: bool, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("fp8_index", [False, True])
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
 def test_tokens_of_sparse_latent_attention(name: str, fp8_index: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over 656-byte tokens, with padding, as on a CPU; the cache grows."""
+    """Latents are 656-byte tokens, prompts have padding, and the cache grows, as in the test for a CPU."""
     pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17 or later")
     from cute_kernels.integrations import transformers as cute
     from cute_kernels.integrations import transformers_cache, transformers_mla

@@ -1,4 +1,4 @@
-"""Context parallelism over memory that ranks share: several processes on one GPU, and the kernel alone."""
+"""Context parallelism over memory that ranks share, with several processes on one GPU, and the kernel alone."""
 
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,10 @@ from cute_kernels.merge.spec import MergeSpec
 from tests.kit import peer_ranks, processes, symmetric_workers
 from tests.kit.symmetric_workers import MLA, NAMES, SHAPES
 
-pytestmark = pytest.mark.alone  # ranks wait for their turn on the GPU: other processes would make that long
+pytestmark = pytest.mark.alone  # ranks wait for their turn on the GPU, for long if other processes use it
 
 
 def kernel_specs() -> list[Any]:
-    """What the tests launch beyond what ships."""
     wanted = [(d, dtype, sink) for d, dtype in peer_ranks.WIDTHS for sink in (False, True)]
     wanted += [(d, dtype, sink) for _, d, dtype, sink in SHAPES]
     specs: list[Any] = []
@@ -30,7 +29,7 @@ def kernel_specs() -> list[Any]:
 
 
 def reports(task: processes.Task, directory: Path, world_size: int, timeout: float) -> list[dict[str, Any]]:
-    """What each rank reports; skips where torch finds that they cannot share memory."""
+    """What each rank reports. Skips the test if torch finds that ranks cannot share memory."""
     found = processes.run(task, directory, world_size, timeout=timeout, life=symmetric_workers.work)
     reason = found[0].get("none", "")
     if "overlapping devices" in reason:  # a torch that ignores TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES
@@ -40,13 +39,13 @@ def reports(task: processes.Task, directory: Path, world_size: int, timeout: flo
 
 
 def wrong(reported: dict[str, Any]) -> dict[str, Any]:
-    """Problems by name, of those that have any."""
+    """Problems by name, without empty ones."""
     return {name: problems for name, problems in reported.items() if problems}
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_processes_on_one_gpu_equal_one(world_size: int, tmp_path: Path) -> None:
-    """Cases against the oracle, calls and graphs against `merge_states`, and what is chosen and refused."""
+    """Cases are compared with the oracle, calls and graphs with `merge_states`. Choices and refusals are checked."""
     assert sorted(case.name for case in MLA) == sorted(NAMES)
     found = reports(symmetric_workers.everything, tmp_path, world_size, timeout=120.0)
     names = set(found[0])
@@ -57,7 +56,7 @@ def test_processes_on_one_gpu_equal_one(world_size: int, tmp_path: Path) -> None
 
 
 def test_a_rank_that_never_calls_ends_the_wait(tmp_path: Path) -> None:
-    """A trap after the group's timeout; the next call says what happened."""
+    """After the group's timeout the kernel traps, and the next call says what happened."""
     first, _ = reports(symmetric_workers.a_rank_never_calls, tmp_path, 2, timeout=15.0)
     by_cuda, by_us = first["said"]
     assert "CUDA" in by_cuda
@@ -66,7 +65,7 @@ def test_a_rank_that_never_calls_ends_the_wait(tmp_path: Path) -> None:
 
 
 def test_ranks_of_one_process(tmp_path: Path) -> None:
-    """The kernel without symmetric memory, all widths and shapes; bits are those of `merge_states`."""
+    """The kernel runs without symmetric memory, at all widths and shapes; bits must be those of `merge_states`."""
     (found,) = reports(peer_ranks.kernel_alone, tmp_path, 1, timeout=60.0)
     assert len(found) == len(peer_ranks.CASES) + 2  # two ranks at a time, by gather and scatter
     assert not wrong(found)

@@ -1,4 +1,4 @@
-"""The three timings on a GPU: of a kernel whose time is known, of one computation under two names, of load."""
+"""The three timings on a GPU, for a kernel of known time, for one computation under two names, and under load."""
 
 import functools
 import statistics
@@ -15,17 +15,17 @@ from tests.kit.mla_cases import sparse_case
 
 pytestmark = pytest.mark.alone
 SPINS = (40_000, 400_000, 8_000_000)
-"""Clocks of a kernel that only waits: some 20 us, 200 us and 4 ms."""
+"""Clocks of a kernel that only waits: about 20 us, 200 us and 4 ms."""
 
 
 def spin(clocks: int) -> Any:
-    """A call of a kernel of one thread that ends after so many SM clocks."""
+    """A call of a kernel with one thread that ends after this number of SM clocks."""
     return functools.partial(torch.cuda._sleep, clocks)
 
 
 @pytest.mark.parametrize("clocks", SPINS)
 def test_a_kernel_of_known_clocks_has_that_time(clocks: int) -> None:
-    """Its launch, of one to three microseconds, belongs to a call in a layer."""
+    """The time of a call in a layer includes its launch, of one to three microseconds."""
     found = time_calls([spin(clocks)] * 4)
     assert found.sm_mhz is not None and found.sm_mhz_rested is not None, "NVML says no clock"
     for us, mhz in ((found.us, found.sm_mhz_rested), (found.us_sustained, found.sm_mhz)):
@@ -36,7 +36,7 @@ def test_a_kernel_of_known_clocks_has_that_time(clocks: int) -> None:
 
 
 def test_twice_the_clocks_take_twice_the_time() -> None:
-    """Differences are free of what a launch takes."""
+    """Differences do not contain the time of a launch."""
     ways = {str(factor): prepare([spin(200_000 * factor)] * 4) for factor in (1, 2, 3)}
     found = time_together(ways)
     for name in ("us", "us_back_to_back", "us_sustained"):
@@ -70,7 +70,7 @@ SAME: dict[str, Any] = {
 
 
 def noise(ours: Timing, peer: Timing) -> dict[str, float]:
-    """How far the card itself moves equal times in this run: half the spread of replays, and of ratios of a round."""
+    """How much the card varies equal times in this run: half the spread of replays, and of ratios of a round."""
     replays = max((timing.us_p90 - timing.us_p10) / timing.us for timing in (ours, peer)) / 2
     ratios = [theirs / own for own, theirs in zip(ours.rounds_us, peer.rounds_us, strict=True)]
     low, _, high = statistics.quantiles(ratios, n=4)
@@ -79,9 +79,9 @@ def noise(ours: Timing, peer: Timing) -> dict[str, float]:
 
 @pytest.mark.parametrize("make", SAME.values(), ids=SAME)
 def test_a_peer_that_is_the_same_kernel_has_the_ratio_1(make: Any) -> None:
-    """Within 1%, or what the card's clock does meanwhile. Under load the ratio is that of a round, as in records.
+    """The ratio is within 1%, or within what the card's clock does meanwhile. Under load it is that of a round.
 
-    The clock of a hot H100 fell by a fifth from round to round of the matrix product, and medians of both lay 4% apart.
+    The clock of a hot H100 fell by a fifth between rounds of the matrix product, so that both medians were 4% apart.
     """
     calls = make()
     found = time_together({"ours": prepare(calls), "peer": prepare(calls)})

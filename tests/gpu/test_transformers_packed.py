@@ -1,4 +1,4 @@
-"""Packed and padded batches through transformers on a GPU: loss and gradients of each sequence alone."""
+"""Packed and padded batches in transformers on a GPU have the loss and gradients of each sequence alone."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from tests.kit import packed_training, processes, training_ranks
 
 @pytest.fixture(autouse=True)
 def on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No plain torch runs, and no mask of (tokens, tokens) is made."""
+    """Requires that plain torch does not run and that no (tokens, tokens) mask is made."""
 
     def refuse(*given: Any, **named: Any) -> None:
         raise AssertionError(f"plain torch or a mask: {given}")

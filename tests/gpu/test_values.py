@@ -44,13 +44,13 @@ def made(form: str, family: str, seed: int = 0) -> tuple[DecodeCase, int | None]
 
 
 def kernel_specs() -> list[Any]:
-    """The kernels of the other formats, as the planner asks for them, so that they are compiled side by side."""
+    """Kernels of the other formats, as the planner chooses them."""
     num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
     specs = []
     for options in FORMS.values():
         formats = options.get("formats") or (options.get("cache_format", ""),)
         if not formats[0]:
-            continue  # shipped specs, which are compiled in any case
+            continue  # shipped specs are compiled in any case
         sparse = "topk" in options
         keys = options["topk"] if sparse else 1664  # what the table of the longest sequence can name
         plan = plan_decode(

@@ -25,7 +25,7 @@ HEADS_OF_MLA = (8, 16, 20, 64, 128)
 
 
 def kernel_specs() -> list[KernelSpec]:
-    """Most of what the tests below ask for; the rest is compiled as it comes."""
+    """Most kernels of the tests below; the others are compiled when they are needed."""
     specs: list[KernelSpec] = []
     for name in LIMITS:
         layer = GqaCalls(HEADS, KV_HEADS, 64, 0.125, name)
@@ -38,12 +38,11 @@ def kernel_specs() -> list[KernelSpec]:
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    """Instead of all kernels of tests/gpu: scripts/vllm_check.py runs this file alone."""
+    """Replaces the fixture that compiles all kernels of tests/gpu: scripts/vllm_check.py runs this file alone."""
     precompile(kernel_specs())
 
 
 def filled(layer: GqaCalls, batch: Batch, page_size: int) -> torch.Tensor:
-    """The cache of a batch."""
     kv_cache = empty_cache(batch.pages, page_size, layer.cache_dtype, DEVICE)
     append = layer.append_plain if layer.kind is None else layer.append_scaled
     append(batch.keys, batch.values, layer.views(kv_cache, *batch.scales), batch.all_slots)
@@ -125,7 +124,7 @@ def test_a_layer_attends(
     lengths: list[int], queries: list[int], kv_cache_dtype: str, window: int | None, sinks: bool, page_size: int,
     fakes: Any,
 ) -> None:  # fmt: skip
-    """All that a layer of the engine does, with vLLM's kernels where they take part."""
+    """The layer does all that it does in the engine, with those of vLLM's kernels that take part."""
     batch = draw_batch(lengths, queries, page_size).to(DEVICE)
     s_aux = torch.linspace(-1, 2, HEADS, dtype=torch.float32, device=DEVICE).bfloat16() if sinks else None
     impl = layer_of(kv_cache_dtype, window, s_aux)
@@ -137,9 +136,9 @@ def test_a_layer_attends(
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("kv_cache_dtype", LIMITS)
 def test_prompts_in_parts(kv_cache_dtype: str, sinks: bool, fakes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of 32 pages at a time: a long context comes in five parts that are merged, two short ones in one call.
+    """A copy has 32 pages. A long context comes in five merged parts, two short contexts in one call.
 
-    Another one has so few tokens that it is decoded.
+    Another context has so few tokens that it is decoded.
     """
     monkeypatch.setattr(calls, "COPY_BYTES", 32 * 2 * 2 * KV_HEADS * 64 * 16)
     batch = draw_batch([9, 2500, 200, 170, 99], [1, 150, 60, 40, 20], 16).to(DEVICE)
@@ -168,7 +167,7 @@ def test_prompts_with_a_softcap(kv_cache_dtype: str, queries: list[int], fakes: 
 def attended(
     impl: Any, batch: Batch, kv_cache_dtype: str, page_size: int, fakes: Any
 ) -> tuple[torch.Tensor, int]:  # fmt: skip
-    """What a layer computes of a batch, whose earlier tokens are stored first; and calls of FlashAttention."""
+    """The output of a layer for a batch whose earlier tokens are stored first, and its calls of FlashAttention."""
     layer, flash, ran = layer_scales(), impl.calls.flash, 0
 
     def counted(**arguments: Any) -> Any:
@@ -192,7 +191,7 @@ def attended(
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("kv_cache_dtype", LIMITS)
 def test_a_graph_of_a_layer_serves_other_batches(kv_cache_dtype: str, drafts: int, fakes: Any) -> None:
-    """Captured with four requests; replayed with other lengths, pages and tokens, and with two that are padding."""
+    """The graph is captured with four requests; replays have other lengths, pages and tokens, and two padding rows."""
     count = 1 + drafts
     captured = draw_batch([64] * 4, [count] * 4, 16).to(DEVICE)
     impl, layer = layer_of(kv_cache_dtype, None, None), layer_scales()
@@ -230,7 +229,7 @@ def test_a_graph_of_a_layer_serves_other_batches(kv_cache_dtype: str, drafts: in
 
 @pytest.mark.parametrize("heads", HEADS_OF_MLA)
 def test_sparse_mla_beside_flashmla(heads: int, fakes: Any) -> None:
-    """VLLM's metadata drives both; both are near float64, ours without padded heads."""
+    """VLLM's metadata drives both. Both must be near float64; ours runs without padded heads."""
     from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseImpl
 
     from cute_kernels.integrations.vllm.sparse_mla import CuteFlashMLASparseImpl

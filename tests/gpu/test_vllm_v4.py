@@ -1,4 +1,4 @@
-"""DeepSeek-V4's layers on a GPU, by a module as vLLM's, in CUDA graphs; beside FlashMLA where vLLM is installed."""
+"""DeepSeek-V4's layers on a GPU, by a module like vLLM's, in CUDA graphs; with FlashMLA if vLLM is installed."""
 
 import types
 from typing import Any

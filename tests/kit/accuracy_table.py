@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def int8_error() -> float:
-    """What INT8 with a scale per token and head costs an output, from the table of docs/users/gqa_decode.md."""
+    """The error that INT8 codes with a scale per token and head cause in an output, from docs/users/gqa_decode.md."""
     page = (ROOT / "docs" / "users" / "gqa_decode.md").read_text(encoding="utf-8")
     row = re.search(r"^\| `per_token_head` \|[^|]*\| ([\d.]+)%", page, re.MULTILINE)
     assert row

@@ -1,4 +1,4 @@
-"""Pages of a latent cache of any format: padded, strided, full of random bytes, and what an append makes of them."""
+"""Pages of a latent cache of any format, padded or strided, full of random bytes, and their bytes after an append."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ FORMS = (
 class AppendPages:
     """Pages in a buffer of bytes.
 
-    token_format  of the tokens
-    layout        of a page
+    token_format  format of the tokens
+    layout        layout of a page
     shape         (num_pages, page_size)
     page_stride   bytes from page to page
     buffer        (num_pages * page_stride + 32,) uint8, all of it random: the first page starts at byte 16
@@ -54,7 +54,7 @@ class AppendPages:
         device: str = "cuda",
         seed: int = 0,
     ) -> AppendPages:
-        """Pages whose stride is the next multiple of `padded_to`, which is one of 16."""
+        """Pages whose stride is the next multiple of `padded_to`, itself a multiple of 16."""
         token_format = FORMATS[cache_format]
         layout = token_format.page_layout(shape[1], cache_layout, token_stride=token_stride)
         page_stride = -(-layout.page_bytes // padded_to) * padded_to
@@ -64,28 +64,28 @@ class AppendPages:
         return cls(token_format, layout, shape, page_stride, buffer)
 
     def cuda(self) -> AppendPages:
-        """The same pages in memory of the GPU."""
+        """The pages in memory of the GPU."""
         return dataclasses.replace(self, buffer=self.buffer.cuda())
 
     @property
     def num_slots(self) -> int:
-        """Tokens of all pages."""
+        """Number of tokens that all pages hold."""
         return self.shape[0] * self.shape[1]
 
     @property
     def view(self) -> torch.Tensor:
-        """(num_pages, page_size, 1, token_bytes) uint8, as serving stacks give it: planar pages have other rows."""
+        """The pages as serving stacks pass them, (num_pages, page_size, 1, token_bytes) uint8; planar rows differ."""
         size = self.token_format.token_bytes
         token_stride = size if self.layout.cache_layout == "planar" else self.layout.data_stride
         return self.buffer.as_strided((*self.shape, 1, size), (self.page_stride, token_stride, size, 1), 16)
 
     @property
     def options(self) -> dict[str, Any]:
-        """What tells an append what these pages are."""
+        """The options by which an append is told the format and the layout of these pages."""
         return {"cache_format": self.token_format.name, "cache_layout": self.layout.cache_layout}
 
     def expected(self, kv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """All bytes of the buffer after an append, on the CPU; the bytes of a token are those of `fp8_mla.pack`."""
+        """The whole buffer after an append, on the CPU. The bytes of a token are those of `fp8_mla.pack`."""
         result = self.buffer.cpu().clone()
         pages = result[16:-16].view(-1, self.page_stride)
         append_to(pages, kv.cpu(), slots.cpu(), self.shape[1], self.token_format, self.layout)
@@ -112,7 +112,7 @@ def append_to(
 
 
 def slots_for(tokens: int, num_slots: int, seed: int) -> torch.Tensor:
-    """Different slots in random order; every seventh token is skipped by a negative slot or one beyond the cache."""
+    """Distinct slots in random order. Every seventh token is skipped: its slot is negative or beyond the cache."""
     slots = torch.randperm(num_slots, generator=generator(seed), dtype=torch.int64, device="cpu")[:tokens]
     skip = torch.tensor([-1, -(2**63), num_slots, 2**40, -(2**32), 2**63 - 1], dtype=torch.int64, device="cpu")
     slots[::7] = skip[torch.arange(len(slots[::7]), dtype=torch.int64, device="cpu") % len(skip)]
@@ -120,7 +120,7 @@ def slots_for(tokens: int, num_slots: int, seed: int) -> torch.Tensor:
 
 
 def special_rows(tile: int) -> torch.Tensor:
-    """Tokens that every rule of a quantization with tiles of `tile` elements touches, (n, 512) bfloat16."""
+    """Tokens that meet every rule of a quantization with tiles of `tile` elements, (n, 512) bfloat16."""
     gen, largest = generator(11), torch.finfo(torch.bfloat16).max
     rows = [torch.full((512,), value, dtype=torch.float32, device="cpu") for value in (0.0, -0.0, largest, 2.0**-133)]
 
@@ -141,13 +141,13 @@ def special_rows(tile: int) -> torch.Tensor:
     jumps[2 * tile] = largest
     jumps[3 * tile : 4 * tile] *= 2.0**-60
     rows.append(jumps)
-    # ties of the codes: with a largest magnitude of 448 or 6 the scale is 1
+    # ties between codes: the scale is 1 if the largest magnitude is 448 or 6
     codes = torch.arange(127, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
     ties = torch.cat([(codes[:-1] + codes[1:]) / 2, codes.new_tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])])
     for peak in (448.0, 6.0):
         flat = _rows_of(F.pad(_rows_of(ties[ties <= peak], tile - 1), (1, 0), value=peak))
         rows += [*flat, *-flat]
-    # both sides of every step of a scale that is a power of two: 448 x 2^k and the next number
+    # both sides of every step of a scale that is a power of two: 448 x 2^k and the next larger number
     powers = 2.0 ** torch.arange(512 // tile, dtype=torch.float32, device="cpu")
     for peak in (448.0, 450.0):
         steps = torch.zeros_like(jumps)
@@ -157,21 +157,21 @@ def special_rows(tile: int) -> torch.Tensor:
 
 
 def _rows_of(values: torch.Tensor, width: int = 512) -> torch.Tensor:
-    """All values one after the other in rows, the last one padded with zeros."""
+    """Rows that hold the values in order; the last row is padded with zeros."""
     return F.pad(values.flatten(), (0, -values.numel() % width)).view(-1, width)
 
 
 def every_pattern() -> torch.Tensor:
-    """(256, 512) bfloat16: all 65,536 bit patterns, in tiles of almost equal exponent, then in tiles of everything."""
+    """All 65,536 bit patterns as (256, 512) bfloat16, first in tiles of almost equal exponents, then in mixed tiles."""
     patterns = torch.arange(65536, dtype=torch.int32, device="cpu").short().view(torch.bfloat16)
     shuffled = patterns[torch.randperm(65536, generator=generator(2), dtype=torch.int64, device="cpu")]
     return torch.cat([patterns.view(128, 512), shuffled.view(128, 512)])
 
 
 def every_magnitude_with_every_e4m3_scale() -> torch.Tensor:
-    """(n, 512) bfloat16: tiles of 16 that get each e4m3 scale in turn.
+    """(n, 512) bfloat16 with tiles of 16 elements that get each e4m3 scale in turn.
 
-    Of a scale, 6 times itself stands in each of its tiles, and in one of them every magnitude from 1/64 of it up.
+    Each tile of a scale holds 6 times that scale, and one tile also has every magnitude from 1/64 of the scale up.
     """
     scales = torch.arange(1, 127, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
     bits = torch.arange(0x7F80, dtype=torch.int32, device="cpu").short().view(torch.bfloat16).float()

@@ -22,8 +22,8 @@ Row = dict[str, Any]
 class Rule:
     """Which values of some factors go together.
 
-    names   of the factors
-    holds   of their values, in this order
+    names   names of the factors
+    holds   takes their values in this order, and says whether they go together
     """
 
     names: tuple[str, ...]
@@ -32,13 +32,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class Model:
-    """What there is to combine.
+    """Factors, their values, and which combinations must occur.
 
     factors  names and values. A search for a row that keeps the rules takes them in this order
-    triples  factors that are covered in threes
-    pairs    factors that are covered in twos, with those of `triples` too; any others just have a value in each row
-    rules    what a row must keep
-    usual    values that three rows in four have where nothing else is asked for: of factors with expensive values
+    triples  factors whose combinations of three values all occur
+    pairs    factors whose combinations of two values all occur, also with factors of `triples`; other factors are free
+    rules    rules that every row keeps
+    usual    values that three rows in four take for a factor with expensive values, unless another value is needed
     """
 
     factors: Mapping[str, tuple[Any, ...]]
@@ -48,7 +48,7 @@ class Model:
     usual: tuple[tuple[str, Any], ...] = ()
 
     def combinations(self) -> list[tuple[str, ...]]:
-        """The groups of factors whose combinations of values all have to occur."""
+        """The groups of factors whose combinations of values must all occur."""
         pairs = itertools.combinations([*self.triples, *self.pairs], 2)
         return [*itertools.combinations(self.triples, 3), *(pair for pair in pairs if pair[1] in self.pairs)]
 
@@ -57,11 +57,11 @@ class Model:
         return {name: [rule for rule in self.rules if name in rule.names] for name in self.factors}
 
     def keeps_rules(self, row: Mapping[str, Any], name: str | None = None) -> bool:
-        """Whether no rule is broken, or none about one factor; those about factors without a value are not looked at.
+        """Whether a row breaks no rule, or no rule about one factor. Rules about factors without a value are skipped.
 
         Args:
             row: values of some factors.
-            name: of the one.
+            name: the factor that rules must be about.
         """
         for rule in self.rules if name is None else self._rules_of[name]:
             if all(other in row for other in rule.names) and not rule.holds(*[row[other] for other in rule.names]):
@@ -69,11 +69,11 @@ class Model:
         return True
 
     def complete(self, given: Mapping[str, Any], rng: random.Random | None = None) -> Row | None:
-        """A row with these values, or None where the rules leave none.
+        """A row with the given values, or None if the rules leave no such row.
 
         Args:
             given: values of some factors.
-            rng: for the other values; without one they are the first that will do.
+            rng: chooses the other values; without it they are the first ones that keep the rules.
         """
         row = dict(given)
         if self.keeps_rules(row) and self._fill(row, [name for name in self.factors if name not in row], rng):
@@ -99,7 +99,7 @@ class Model:
 
 
 def extended(model: Model, rows: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """The rows that keep the rules, and more of them until nothing is missing; each is made around what is missing."""
+    """The rows that keep the rules, and more, each made around a missing combination, until none is missing."""
     rng = random.Random(0)
     kept = [dict(row) for row in rows if set(row) == set(model.factors) and model.keeps_rules(row)]
     while lacking := uncovered(model, kept):
@@ -110,7 +110,7 @@ def extended(model: Model, rows: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 def uncovered(model: Model, rows: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """The possible combinations that occur in no row: by the rules alone."""
+    """The combinations that the rules allow but that occur in no row."""
     lacking = []
     for group in model.combinations():
         there = {tuple(row[name] for name in group) for row in rows}

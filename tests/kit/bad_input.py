@@ -28,16 +28,16 @@ from tests.kit import bad_tensors as bad
 from tests.kit.bad_tensors import BF16, F32, F64, FP16, I8, I64, U8, Call, Wrong
 
 ERROR = r"(?s)^[\w, ]*\b{}\b[\w, ]*: got .+[,;] (needs|known are|layout .+ needs) .+"
-"""What an error that names an argument looks like."""
+"""Pattern of an error message that names an argument."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A public function, a valid call of it on a device, and changes that make the call wrong there.
+    """A public function, a valid call of it on a device, and changes that each make the call wrong.
 
-    operator  behind the function; None for an adapter
-    special   changes that the operator's table does not say
-    adapter   the function, if it is not the public one of the operator's name
+    operator  the operator behind the function; None for an adapter
+    special   changes that do not follow from the operator's table
+    adapter   the function, unless it is the public function that has the operator's name
     """
 
     operator: Operator | None
@@ -47,21 +47,19 @@ class Table:
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The function that is called."""
         return self.adapter or getattr(cute_kernels, self.operator.name if self.operator else "")
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Arguments that hold NaN, or the number 7, before a call and must hold it after a refused one."""
+        """Output arguments. Filled with NaN or 7 before a call, they must keep that value if the call is refused."""
         return self.operator.written if self.operator else ("out",)
 
     def wrong(self, device: str) -> Wrong:
-        """All changes, by label."""
         general = bad.wrong_anywhere(self.operator, self.right(device)) if self.operator else {}
         return {**general, **self.special(device)}
 
     def call(self, label: str, device: str) -> tuple[str, Call]:
-        """The argument that the error of a wrong call names, and that call."""
+        """The name of the wrong argument, which the error must name, and the wrong call."""
         name, value = self.wrong(device)[label]
         return name, self.right(device) | (value if isinstance(value, dict) else {name: value})
 
@@ -83,7 +81,7 @@ class Table:
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:
-    """A copy of all bytes of its storage, whatever the strides; empty where there are none."""
+    """A copy of the bytes of a tensor's whole storage, whatever its strides; empty if there are none."""
     if t.device.type == "meta":
         return torch.empty(0, dtype=U8, device="cpu")
     return torch.empty(0, dtype=U8, device=t.device).set_(t.untyped_storage()).clone()
@@ -147,7 +145,7 @@ def sparse_wrong(device: str) -> Wrong:
 
 
 def wrong_cache(call: Call, num_bytes: int) -> Wrong:
-    """A cache of V3.2, which decoding and appending refuse alike; tokens of `num_bytes` are of no format."""
+    """A V3.2 cache that decoding and appending both refuse: no format has tokens of `num_bytes`."""
     many_slots = call["kv_cache"].new_zeros(TOKEN_BYTES).as_strided((2**16, 2**15, TOKEN_BYTES), (0, 0, 1))
     shapes = (
         (PAGES * PAGE_SIZE, TOKEN_BYTES), (PAGES, PAGE_SIZE, 2, TOKEN_BYTES), (PAGES, PAGE_SIZE, num_bytes),
@@ -248,7 +246,7 @@ def flash_call(device: str) -> Call:
 
 
 def flash_wrong(device: str) -> Wrong:
-    """What the interface refuses itself, and samples of what `mla_fp8_decode` refuses for it, under its own names."""
+    """Calls that the interface itself refuses, and some that `mla_fp8_decode` refuses under the interface's names."""
     call = flash_call(device)
     k_cache = call["k_cache"]
     dense = {"indices": None, "topk_length": None, "block_table": bad.ints(device, BATCH, 2)}

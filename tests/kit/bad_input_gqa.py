@@ -1,4 +1,4 @@
-"""Right and wrong calls of `gqa_decode`, the appends and `sink_attention`; see tests/kit/bad_input.py."""
+"""Valid and invalid calls of `gqa_decode`, the appends and `sink_attention`; see tests/kit/bad_input.py."""
 
 import functools
 from collections.abc import Collection
@@ -16,7 +16,7 @@ SIZES = {"b": G_BATCH, "p": 5, "h": H_KV, "s": G_ROWS, "t": G_ROWS, "d": D}
 
 
 def cache(device: str, layout: str, which: Which = "k", dtype: torch.dtype = I8, **sizes: int) -> torch.Tensor:
-    """A cache of bad.zeros, with some sizes of its axes changed."""
+    """A cache of zeros in which some axes have other sizes."""
     x = 16 // dtype.itemsize
     size = {**SIZES, **sizes}
     size |= {"x": x, "c": size["d"] // x, **sizes}
@@ -24,13 +24,13 @@ def cache(device: str, layout: str, which: Which = "k", dtype: torch.dtype = I8,
 
 
 def of_dim(device: str, d: int, four_bits: Collection[str] = ()) -> dict[str, torch.Tensor]:
-    """Both caches of another head dimension, in BNSH; those of 4-bit codes are named."""
+    """Both caches with another head dimension, in BNSH. `four_bits` names those with 4-bit codes."""
     sizes = {which: (U8, d // 2) if which in four_bits else (I8, d) for which in ("k", "v")}
     return {f"{which}_cache": cache(device, "BNSH", dtype=dtype, d=row) for which, (dtype, row) in sizes.items()}
 
 
 def scale(device: str, layout: str) -> torch.Tensor:
-    """Per token and head."""
+    """Scales of ones per token and head."""
     return torch.ones([SIZES[axis] for axis in LAYOUTS[layout].scale_axes("per_token_head")], dtype=F32, device=device)
 
 
@@ -58,7 +58,7 @@ def gqa_paged_call(device: str) -> Call:
 
 
 def gqa_blocks_call(device: str) -> Call:
-    """Pages of two blocks of 64, and a list of two blocks for each of two KV heads."""
+    """A call over pages of two blocks of 64 tokens, with a list of two blocks for each of two KV heads."""
     blocks = {"p": 5, "t": 128}
     cached = {f"{which}_cache": cache(device, "paged_HND", which, **blocks) for which in ("k", "v")}
     scales = {name: torch.ones((5, H_KV, 128), dtype=F32, device=device) for name in ("k_scale", "v_scale")}
@@ -136,7 +136,7 @@ def gqa_wrong(device: str) -> Wrong:
 
 def gqa_paged_wrong(device: str) -> Wrong:
     call, vllm = gqa_paged_call(device), gqa_call(device, "paged_vllm")
-    # a page of a head is a row of bytes to TMA: tokens may lie apart in none of them
+    # TMA reads a page of a head as one row of bytes, so the tokens of a page must not lie apart
     apart = {"k": bad.rows_apart(vllm["k_cache"], 16), "v": bad.rows_apart(vllm["v_cache"], 16)}
     return {
         **bad.wrong_options(cache_seqlens=(None,), block_table=(None,)),
@@ -259,7 +259,7 @@ def sink_call(device: str) -> Call:
 
 
 def sink_packed_call(device: str) -> Call:
-    """The same of three packed sequences."""
+    """A valid call with three packed sequences."""
     return {
         "q": bad.zeros(device, TOKENS_Q, H_Q, D),
         "k": bad.zeros(device, TOKENS_K, H_KV, D),
@@ -296,7 +296,7 @@ def sink_backward_call(device: str) -> Call:
     call = sink_call(device)
     rows = functools.partial(bad.floats, device, G_BATCH, G_S_Q, H_Q)
     return {
-        **call,  # q first: the others are to be on its device
+        **call,  # q comes first because the other tensors must be on its device
         "dout": bad.zeros(device, *call["q"].shape),
         "out": bad.zeros(device, *call["q"].shape),
         "lse": rows(),

@@ -1,4 +1,4 @@
-"""Right calls of the indexer's ops, and the same with something wrong about them."""
+"""Valid calls of the indexer's operators, and changes that make each of them wrong."""
 
 import numpy
 import torch
@@ -42,7 +42,7 @@ def topk_wrong(device: str) -> Wrong:
 
 def decode_call(device: str) -> Call:
     return {
-        "q": bad.zeros(device, 2, 2, 16, 128, dtype=U8),  # on a CPU torch does little with FP8
+        "q": bad.zeros(device, 2, 2, 16, 128, dtype=U8),  # torch supports few operations on FP8 on a CPU
         "weights": bad.floats(device, 2, 2, 16),
         "k_cache": bad.zeros(device, PAGES, PAGE_SIZE, 132, dtype=U8),
         "block_table": bad.ints(device, 2, 4),

@@ -11,19 +11,19 @@ from tests.kit.bad_tensors import F32, I8, I64, U8, Call, Wrong
 BATCH, S_Q, HEADS, TOPK, EXTRA_TOPK = 2, 2, 8, 5, 3
 PAGES, PAGE_SIZE, EXTRA_PAGES, EXTRA_PAGE_SIZE = 3, 4, 6, 2
 ROWS = (BATCH, S_Q, HEADS)
-PLANAR_BYTES = PAGE_SIZE * V4.token_bytes  # of a page
+PLANAR_BYTES = PAGE_SIZE * V4.token_bytes  # bytes of a page
 EXTRA_BYTES = EXTRA_PAGE_SIZE * V4_1_FP4.token_bytes
 
 
 def pages_apart(device: str, shape: tuple[int, ...], page_stride: int) -> torch.Tensor:
-    """A cache of zeros whose pages are so far apart, and whose memory ends with the last page."""
+    """A cache of zeros with `page_stride` bytes from page to page, whose memory ends with its last page."""
     pages, page_size, num_bytes = shape
     storage = bad.zeros(device, (pages - 1) * page_stride + page_size * num_bytes, dtype=U8)
     return storage.as_strided(shape, (page_stride, num_bytes, 1))
 
 
 def planar_call(device: str) -> Call:
-    """One cache of V4 in padded pages."""
+    """A call over one V4 cache in padded pages."""
     return {
         "q": bad.zeros(device, *ROWS, V4.d_qk),
         "kv_cache": pages_apart(device, (PAGES, PAGE_SIZE, V4.token_bytes), 2880).unsqueeze(2),
@@ -69,7 +69,7 @@ def planar_wrong(device: str) -> Wrong:
 
 
 def two_caches_call(device: str) -> Call:
-    """V4.1's caches, planar."""
+    """A call over V4.1's two caches in planar pages."""
     return {
         "q": bad.zeros(device, *ROWS, V4_1.d_qk),
         "kv_cache": bad.zeros(device, PAGES, PAGE_SIZE, V4_1.token_bytes, dtype=U8),
@@ -110,7 +110,7 @@ def two_caches_wrong(device: str) -> Wrong:
 
 
 def append_call(device: str) -> Call:
-    """An append to a planar cache of V4.1's fp4."""
+    """An append to a planar cache in V4.1's fp4 format."""
     return {
         "kv": bad.zeros(device, 3, V4_1_FP4.d_qk),
         "kv_cache": bad.sevens(device, PAGES, PAGE_SIZE, V4_1_FP4.token_bytes, dtype=U8),

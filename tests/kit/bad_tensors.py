@@ -1,4 +1,4 @@
-"""Tensors that name their dtype and device, and the same with something wrong about them, for tables of bad input."""
+"""Tensors with a named dtype and device, and wrong variants of them, for tables of bad input."""
 
 import functools
 import math
@@ -12,7 +12,7 @@ from cute_kernels.runtime.ops import Operator
 
 Call = dict[str, Any]
 Wrong = dict[str, tuple[str, Any]]
-"""By label: the argument that the error names, and its value. A dict of several changed arguments counts as such."""
+"""For each label, the argument that the error names and its value; a dict of several changed arguments is one value."""
 
 BF16, FP16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 I8, U8, I32, I64 = torch.int8, torch.uint8, torch.int32, torch.int64
@@ -39,17 +39,17 @@ def numbers(device: str, *values: float, dtype: torch.dtype = I32) -> torch.Tens
 
 
 def every_second(like: torch.Tensor) -> torch.Tensor:
-    """The same shape and dtype with a last stride of 2."""
+    """A tensor of this shape and dtype with a last stride of 2."""
     return like.new_zeros((*like.shape[:-1], 2 * like.shape[-1]))[..., ::2]
 
 
 def rows_apart(like: torch.Tensor, elements: int) -> torch.Tensor:
-    """The same shape and dtype with so many elements between rows."""
+    """A tensor of this shape and dtype with `elements` elements between its rows."""
     return like.new_zeros((*like.shape[:-1], like.shape[-1] + elements))[..., : like.shape[-1]]
 
 
 def off_by(bytes_: int, like: torch.Tensor) -> torch.Tensor:
-    """The same shape and dtype at an address that far beyond a multiple of 16."""
+    """A tensor of this shape and dtype whose address is `bytes_` bytes beyond a multiple of 16."""
     size = like.numel() * like.element_size()
     storage = torch.zeros(size + 32, dtype=U8, device=like.device)
     start = (-storage.data_ptr()) % 16 + bytes_
@@ -57,7 +57,7 @@ def off_by(bytes_: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def sharing(call: Call, name: str, other: str) -> Call:
-    """Two arguments, the larger one's memory holding both."""
+    """Two arguments that share memory: the smaller one lies in the memory of the larger one."""
     small, large = sorted((name, other), key=lambda name: call[name].nbytes)
     t = call[small]
     first_bytes = call[large].view(U8).as_strided((t.nbytes,), (1,))
@@ -65,7 +65,7 @@ def sharing(call: Call, name: str, other: str) -> Call:
 
 
 def overlapping(call: Call, *names: str) -> Wrong:
-    """Each of these written arguments with elements that share memory."""
+    """Every named output with elements that share memory."""
     wrong: Wrong = {}
     for name in names:
         t = call[name]
@@ -75,7 +75,7 @@ def overlapping(call: Call, *names: str) -> Wrong:
 
 
 def all_elsewhere(call: Call) -> Call:
-    """Every tensor on another device, which has no kernels."""
+    """The call's tensors on another device, for which there are no kernels."""
     return {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in call.items()}
 
 
@@ -88,15 +88,14 @@ def wrong_tensor(
     rows: int = 0,
     spread: bool = False,
 ) -> Wrong:
-    """One tensor of a call, wrong in ways of its own.
+    """Changes that make one tensor of a call wrong.
 
     Args:
         call: the valid call.
-        name: of the argument.
-        shapes: others than the one that it needs.
-        dtypes: likewise; with the same bits where elements are as large.
-        off: bytes beyond a multiple of 16 that its address may not be.
-        rows: elements by which rows may not be further apart.
+        shapes: shapes that the operator refuses.
+        dtypes: dtypes that the operator refuses; the bits stay if elements have the same size.
+        off: offset of the address from a multiple of 16 bytes that the operator refuses.
+        rows: number of elements between rows that the operator refuses.
         spread: whether its last stride must be 1.
     """
     t = call[name]
@@ -112,7 +111,7 @@ def wrong_tensor(
 
 
 def wrong_anywhere(operator: Operator, call: Call) -> Wrong:
-    """What every operator refuses, of the arguments that a call has; the first tensor says where the others must be."""
+    """Changes that every operator refuses; all tensors of a call must be on the device of the first one."""
     tensors = [name for name, value in call.items() if isinstance(value, torch.Tensor)]
     written = [name for name in operator.written if name in call]
     needed = [name for name in tensors if not operator.arguments[name].may_be_none]
@@ -124,13 +123,13 @@ def wrong_anywhere(operator: Operator, call: Call) -> Wrong:
         "everything on another device": (tensors[0], all_elsewhere(call)),
         **overlapping(call, *written),
         **{f"{name} in the memory of {other}": (name, sharing(call, name, other))
-           for name, other in read_later if other != "q" or call[name].shape != call["q"].shape},  # else in place
+           for name, other in read_later if other != "q" or call[name].shape != call["q"].shape},  # may be q
         **wrong_options(**{name: values for name, values in OPTIONS.items() if name in operator.arguments}),
     }  # fmt: skip
 
 
 def wrong_options(**options: Sequence[Any]) -> Wrong:
-    """Each option with values that it refuses."""
+    """Every option with values that it refuses."""
     return {
         f"{name} {'a tensor' if isinstance(value, torch.Tensor) else repr(value)[:30]}": (name, value)
         for name, values in options.items()
@@ -148,6 +147,6 @@ OPTIONS: dict[str, Sequence[Any]] = {
     "window": (0, -1, 4.0, True, 2**70, numpy.int64(5), (4, 0)),
     "softcap": (0.0, -30.0, math.inf, math.nan, "30", True, 10**400),
 }
-"""Values that options of several operators may not have."""
+"""Values that options of several operators refuse."""
 NAMES = ("unknown", 4, ["v4"])
-"""What no named choice is."""
+"""Values that name no choice."""

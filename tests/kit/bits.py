@@ -1,4 +1,4 @@
-"""Whether results have the same bits, those of NaNs included."""
+"""Comparison of results bit by bit, including the bits of NaNs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype and bits."""
     as_bytes = [t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
     return one.dtype is other.dtype and one.shape == other.shape and torch.equal(*as_bytes)
 

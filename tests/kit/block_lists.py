@@ -1,4 +1,4 @@
-"""Lists of blocks for `gqa_decode(indices=)`, and calls in which all that no list names is poison."""
+"""Lists of blocks for `gqa_decode(indices=)`, and calls in which every key that no list names is poison."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 def listed_case(
     *, n: int = 5, index_block: int = 64, own: bool = True, seed: int = 0, padded: bool | None = None, **options: Any
 ) -> GqaCase:
-    """A `gqa_case` with lists of blocks; other options are that function's.
+    """A `gqa_case` with lists of blocks. Other options go to `gqa_case`.
 
     Args:
-        n: blocks of a list.
+        n: number of blocks of a list.
         index_block: tokens of a block.
-        own: whether each KV head has lists of its own, or all share them.
-        seed: of the case and the lists.
-        padded: as there; by default only where strides may differ between caches and scales.
+        own: whether each KV head has lists of its own; otherwise all heads share them.
+        seed: the seed of the case and the lists.
+        padded: as in `gqa_case`; by default only if strides may differ between caches and scales.
     """
     token_scales = options.get("kv_dtype", "int8") not in ("bf16", "fp16")
     case = gqa_case(seed=seed, padded=not (own and token_scales) if padded is None else padded, **options)
@@ -34,7 +34,7 @@ def listed_case(
 
 
 def with_lists(case: GqaCase, *, n: int, index_block: int, own: bool, seed: int = 0) -> GqaCase:
-    """The call with random lists. What no query sees of a head becomes NaN, where the type has it."""
+    """The call with random lists. Keys that no query sees become NaN, if the dtype has NaN."""
     layout = LAYOUTS[case.layout]
     sizes = sizes_of(layout, case.k_cache, case.v_cache)
     batch, s_q = case.q.shape[:2]
@@ -54,7 +54,7 @@ def with_lists(case: GqaCase, *, n: int, index_block: int, own: bool, seed: int 
 
 
 def random_list(n: int, blocks: int, gen: torch.Generator) -> torch.Tensor:
-    """A list in any order: blocks of the sequence, the last one often, some twice, and some that are none."""
+    """A list in random order. The last block comes often, some blocks come twice, and some entries name no block."""
     none = torch.tensor([-1, INT32_MIN, INT32_MAX, blocks, blocks + 1, -7], dtype=torch.int64, device="cpu")
 
     def drawn(most: int, count: int = n) -> torch.Tensor:
@@ -72,9 +72,9 @@ def random_list(n: int, blocks: int, gen: torch.Generator) -> torch.Tensor:
 
 
 def poison_unlisted(case: GqaCase) -> None:
-    """Writes NaN to all keys and values, and scales of tokens, that no query sees with some head; codes of int8 stay.
+    """Writes NaN to each key, value and token scale that no query of its head sees; int8 codes stay.
 
-    A head sees a key if one of its queries does, so this is more than `gqa_case` leaves out.
+    A KV head sees a key if one of its queries sees it. `gqa_case` poisons only keys that no head sees.
     """
     layout = LAYOUTS[case.layout]
     sizes = sizes_of(layout, case.k_cache, case.v_cache)
@@ -116,7 +116,7 @@ def table_of_lists(
     part_step: int,
     head_step: int,
 ) -> None:
-    """What `BlockTableKernel` does, in plain Python; arguments as it takes them, on a CPU."""
+    """Computes in plain Python what `BlockTableKernel` computes; the arguments are the kernel's, on a CPU."""
     _, s_q, heads, _ = indices.shape
     per_block, per_page = 1 << (block_shift - rows_shift), 1 << max(page_shift - rows_shift, 0)
     page_rows = None if pages is None else pages.tolist()

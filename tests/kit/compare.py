@@ -1,51 +1,52 @@
 """The tolerance rule: how far a kernel's output may be from the float64 oracle.
 
-The yardstick is the same computation in plain torch in the dtype of the output (`bf16_yardstick` for MLA decoding):
-what a kernel with operands of that dtype and float32 accumulators cannot avoid losing. u below is its rounding unit,
-2^-8 for bfloat16, 2^-11 for float16, 2^-24 for float32, and ulp the spacing of its numbers at the oracle's value.
+The yardstick, or emulation, is the computation in plain torch in the dtype of the output (`bf16_yardstick` for MLA
+decoding). A kernel with operands of that dtype and float32 accumulators cannot avoid losing that much. Below, u is the
+rounding unit of the dtype (2^-8 for bfloat16, 2^-11 for float16, 2^-24 for float32), and ulp is the spacing of its
+numbers at the oracle's value.
 
-Elements. Per group of 128 output elements of one query head (they share a cache scale; fewer where scales are of
-fewer), with E the largest error of the yardstick in the group and sigma the noise of the element itself, every element
-must satisfy
+Elements. A group is the 128 output elements of a query head that share a cache scale, or fewer if fewer share one. E is
+the largest error of the yardstick in the group, and sigma the noise of an element. Every element must satisfy
 
     |out - oracle| <= 2 max(E, 3 sigma) + 2 ulp
     sigma = 0.425 u sqrt(sum_k (P_k V_kc)^2),       P normalized, sink included; V_kc the value of key k, channel c
 
-E alone would do if the elements of a group were of one magnitude: it is then the largest of 128 draws of the rounding
-error. But a channel that stands out, as trained models have them, is alone in its group; E is then *one* draw, often
-next to nothing, and in 1 to 40 of 10,000 such elements a computation as good as the emulation is beyond twice that.
-Sigma is no draw: it is the standard deviation that rounding P, and nothing else, has there. In groups without
-such a channel E is 5 sigma or more (medians of 5.3 to 10.8 measured), so that 3 sigma change nothing there.
+E alone would do if the elements of a group had one magnitude: it is then the largest of 128 draws of the rounding
+error. But trained models have channels that are much larger than the others of their group. E is then *one* draw, often
+close to 0, and in 1 to 40 of 10,000 such elements a computation as good as the emulation is beyond twice that draw.
+Sigma is no draw but the standard deviation that rounding P alone causes. In groups without such a channel E is at least
+5 sigma (medians of 5.3 to 10.8 measured), so that 3 sigma change nothing.
 
-Channels. Elements are allowed several standard deviations each, and 2 ulp alone are up to 1.6% in bfloat16: none of
-them can tell an error of 1% in one channel from rounding. All of them together can. With 32 or more batch rows that
-have keys (rows have errors of their own), the root mean square of a channel's errors over rows and heads, each in units
-of what is allowed at its element, must be at most twice that of sqrt(the emulation's error^2 + sigma^2).
+Channels. An element is allowed several standard deviations, and 2 ulp alone are up to 1.6% in bfloat16, so no single
+element can tell an error of 1% in one channel from rounding. All of them together can. With 32 or more batch rows that
+have keys, the root mean square of a channel's errors over rows and heads, each in units of what is allowed at its
+element, must be at most twice that of sqrt(the emulation's error^2 + sigma^2).
 
-Gain. What all elements share, as a denominator that lacks a key or a factor of 1.0012, hides in each of them. The slope
-of the output over the oracle o, fitted to each group g of each row r and averaged with the weights of least variance,
+Gain. An error that all elements share, such as a denominator that lacks a key or a factor of 1.0012, is too small to
+see in one element. The slope of the output over the oracle o, fitted to each group g of each row r and averaged with
+the weights of least variance,
 
     gain - 1 = sum_rg a_rg <error, o>_rg / sum_rg a_rg <o, o>_rg,     a_rg = <o, o>_rg / variance of <error, o>_rg
 
-must be within max(3e-4, 4 S, 2 |gain of the emulation - 1|) of 0. S is its standard deviation, made of what is rounded:
+must be within max(3e-4, 4 S, 2 |gain of the emulation - 1|) of 0. S is its standard deviation, from three roundings:
 
     P          channels of a row share P, so their errors may all have one sign: a row counts with
-               R_r = sum_g a_rg sum_c sigma_c |o_c|. Most rows have a P of their own: R_r add up in squares
-    keys       but where a P is 1 in several rows, or its scale is the better part of what is rounded, heads and queries
-               of a sequence round one key alike. So each key once more, rows as they are, then keys in squares:
-               0.425 u sum_rg a_rg P_rk <V_k, o_r>_g. Next to nothing unless a sequence has few keys
+               R_r = sum_g a_rg sum_c sigma_c |o_c|. Most rows have a P of their own, so R_r add up in squares
+    keys       if a P is 1 in several rows, or its scale dominates what is rounded, heads and queries of a sequence
+               round a key alike. Each key k therefore adds 0.425 u sum_rg a_rg P_rk <V_k, o_r>_g; keys add up in
+               squares. This is small unless a sequence has few keys
     output     ulp / sqrt(12) at each element, in squares. Elements below the least normal number do not count, since
-               all that are below half an ulp become 0
+               those below half an ulp become 0
 
-S falls with the square root of the rows: 4 S is beyond 3e-4 below some 300 rows in bfloat16 and some 5 in float16. 3e-4
-is a quarter of the least error that is to be found, 1.2e-3, and above what kernels owe to float32: sums of 1000
-products, each rounded towards 0, are short by 1.2e-4 at most. Four times S, because thousands of cases are compared:
-one in 16,000 draws is beyond it, and S is an upper bound, as channels are seldom all of one sign.
+S falls with the square root of the rows: 4 S exceeds 3e-4 below about 300 rows in bfloat16 and 5 in float16. 3e-4 is a
+quarter of the smallest error to be found, 1.2e-3, and above what float32 costs kernels: sums of 1000 products, each
+rounded towards 0, are short by at most 1.2e-4. The factor is 4 because thousands of cases are compared: one draw in
+16,000 is beyond it, and S is an upper bound, since the channels of a row seldom have one sign.
 
-Log-sum-exp. |error| <= 2e-5 + 1e-6 |oracle|, each. Kernels are within 3e-6 where logits are of usual size; the second
-part is 8 roundings of a float32 of the log-sum-exp's own size, for logits in the hundreds.
+Log-sum-exp. |error| <= 2e-5 + 1e-6 |oracle| at each element. Kernels are within 3e-6 at logits of usual size. The
+second term is 8 float32 roundings of the log-sum-exp itself, for logits in the hundreds.
 
-The rest. Infinities and NaNs must stand in the same places, with the same sign.
+Infinities and NaNs. They must stand in the oracle's places, with the oracle's sign.
 """
 
 from __future__ import annotations
@@ -64,26 +65,26 @@ from fp8_mla.slots import valid_slots
 LSE_ATOL: Final = 2e-5
 LSE_RTOL: Final = 1e-6
 P_CUT: Final = 2.0**-31
-"""Of a row's largest probability. Where P is float16, smaller ones are 0, which codes of 0 in larger keys lay bare."""
+"""Relative to the largest probability of a row. With P in float16 smaller probabilities are 0."""
 DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 NOISE_MULTIPLE: Final = 3.0
 GAIN_LIMIT: Final = 3e-4
 GAIN_SIGMAS: Final = 4.0
 MIN_ROWS_OF_CHANNEL: Final = 32
-"""Batch rows from which on the error of a channel is judged: a root mean square of so many is within 25% of the true
-one, at two standard deviations. Heads do not count: they share keys, so their errors may be one and the same."""
+"""Batch rows from which on the error of a channel is judged. A root mean square over 32 rows is within 25% of the true
+one at two standard deviations. Heads do not count as rows: they share keys, so their errors may be equal."""
 KEYS_PER_CHUNK: Final = 1 << 18
-"""Keys that the emulation holds dequantized at a time: 600 MB as float32, 1.1 GB of values as float64."""
+"""Number of keys that the emulation dequantizes at a time: 600 MB as float32, 1.1 GB of values as float64."""
 
 
 class Yardstick(NamedTuple):
-    """A decode in the dtype of its output, and what its roundings are.
+    """A decode in the dtype of its output, and the standard deviations of its rounding errors.
 
     out      (batch, s_q, h_q, d), the output of the emulation
     lse      (batch, s_q, h_q) float32, its log-sum-exp
     noise    (batch, s_q, h_q, d) float64, the standard deviation that rounding P has at each element
-    shared   (batch, s_q, h_q) float64, what rows add to the variance of the sum that the gain is made of, since
-             they share keys; that of a sequence is spread over its rows
+    shared   (batch, s_q, h_q) float64, what shared keys add to the variance of the sum that the gain is made of;
+             the term of a sequence is spread over its rows
     """
 
     out: torch.Tensor
@@ -92,7 +93,7 @@ class Yardstick(NamedTuple):
     shared: torch.Tensor
 
     def compare(self, out: torch.Tensor, expected: torch.Tensor, **options: Any) -> Comparison:
-        """The rule; options as in `compare`."""
+        """Applies the tolerance rule; the options are those of `compare`."""
         return compare(out, expected, self.out, noise=self.noise, shared=self.shared, **options)
 
 
@@ -102,12 +103,12 @@ class Comparison:
 
     problems   what is wrong, in words; empty when all is well
     rel_err    relative norm of the output's error, ``|out - oracle| / |oracle|`` over the finite elements
-    rel_err_baseline   the same of the emulation
+    rel_err_baseline   relative norm of the emulation's error
     worst      the largest error in units of what is allowed at that element; passes up to 1
     lse_err    largest absolute error of the log-sum-exp over the finite elements; 0.0 when none was compared
     worst_lse  the largest error of the log-sum-exp in units of what is allowed there
     gain_err   the mean gain of the output, less 1; 0.0 when it was not judged
-    gain_allowed   of which size that may be
+    gain_allowed   the largest size that gain_err may have
     """
 
     name: str
@@ -153,7 +154,7 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def ulp(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Spacing of a dtype's numbers at each value, subnormals included. Float64 of the same shape."""
+    """Spacing of a dtype's numbers at each value, subnormals included, as float64 of the values' shape."""
     kind = torch.finfo(dtype)
     least = math.frexp(kind.tiny)[1] - 1
     _, exponent = torch.frexp(values.double())  # |value| = m * 2**exponent with m in [0.5, 1)
@@ -171,7 +172,7 @@ def rounding_noise(dtype: torch.dtype) -> float:
 
 
 def rounding_variance(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Variance of the error of rounding each value, of which those near 0 are rounded to a multiple of one number."""
+    """Variance of the rounding error of each value. Values near 0 are rounded to a multiple of the least subnormal."""
     kind = torch.finfo(dtype)
     step = (values != 0).to(values.dtype) * ((kind.tiny * kind.eps) ** 2 / 12)
     return (rounding_noise(dtype) * values).square() + step
@@ -190,23 +191,23 @@ def compare(
     expected_lse: torch.Tensor | None = None,
     name: str = "out",
 ) -> Comparison:
-    """Apply the tolerance rule.
+    """Applies the tolerance rule.
 
     Args:
-        out: (..., d) bfloat16, float16 or float32, the output under test. Its dtype is whose ulps count.
+        out: (..., d) bfloat16, float16 or float32, the output under test. Ulps are those of its dtype.
         expected: (..., d) float64, the oracle.
-        baseline: (..., d), the same computation in the dtype of `out`. Where it is not finite it excuses nothing.
-        noise: (..., d) float64, sigma of the module's docstring. None: 0, and channels are not judged. Where it is not
-            finite it excuses nothing.
-        shared: (...), of the variance of the gain what comes from keys, as in `Yardstick`. None: nothing.
-        width: elements of a group. None: 128, or all where that does not divide d.
+        baseline: (..., d), the emulation's result in the dtype of `out`. It excuses nothing where it is not finite.
+        noise: (..., d) float64, sigma of the module's docstring. It excuses nothing where it is not finite. None means
+            0, and channels are not judged.
+        shared: (...), what keys add to the variance of the gain, as in `Yardstick`. None means 0.
+        width: elements of a group. None means 128, or d if 128 does not divide d.
         gain: whether the mean gain is judged.
         lse: (...), the log-sum-exp under test. None: not compared.
-        expected_lse: (...) float64, the oracle's.
+        expected_lse: (...) float64, the log-sum-exp of the oracle.
         name: leads the message.
 
     Raises:
-        ValueError: shapes differ: a comparison of broadcast tensors proves nothing. Or `out` has another dtype.
+        ValueError: shapes differ, since comparing broadcast tensors proves nothing, or `out` has another dtype.
     """
     if out.dtype not in DTYPES:
         raise ValueError(f"{name}: got {out.dtype}, needs one of {', '.join(map(str, DTYPES))}")
@@ -275,7 +276,7 @@ def check_decode(
     name: str = "mla_fp8_decode",
     **call: Any,
 ) -> Comparison:
-    """Compare a decode's results with the float64 oracle.
+    """Compares a decode's results with the float64 oracle.
 
     Args:
         out: (batch, s_q, h_q, 512), what the kernel wrote.
@@ -289,7 +290,7 @@ def check_decode(
 
 
 def emulate_bf16_decode(**call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp of `bf16_yardstick`, with the same arguments."""
+    """Output and log-sum-exp of `bf16_yardstick`, which takes the same arguments."""
     return bf16_yardstick(**call)[:2]
 
 
@@ -312,7 +313,7 @@ def bf16_yardstick(
     extra_topk_length: torch.Tensor | None = None,
     extra_cache_format: str | None = None,
 ) -> Yardstick:
-    """The decode in plain bf16, to measure what that precision costs; arguments as in `fp8_mla.reference_decode`.
+    """A decode in plain bf16, to measure what that precision costs; arguments as in `fp8_mla.reference_decode`.
 
     Keys dequantized to bf16, q in bf16, scores and sums in float32, probabilities (relative to the row's maximum)
     rounded to bf16 for the second product, output rounded to bf16. The noise of each element is computed in float64,
@@ -324,7 +325,7 @@ def bf16_yardstick(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     batch, s_q, h_q, _ = q.shape
     second = None
-    # Each entry is a row of slots, and for each query that shares the row, the slots that it sees.
+    # each entry is a row of slots and, for each query that shares the row, which of its slots the query sees
     if indices is not None:
         slots, seen = _listed(indices, topk_length, num_pages * page_size)
         if extra_kv_cache is not None:
@@ -364,14 +365,14 @@ def bf16_yardstick(
 
 
 class _Side(NamedTuple):
-    """One of the caches of a call: slots (rows, n), of which some are invalid."""
+    """One of the caches of a call: slots (rows, n), some of which are invalid."""
 
     token_format: TokenFormat
     rows: tuple[torch.Tensor, ...]
     slots: torch.Tensor
 
     def keys(self, rows: slice) -> torch.Tensor:
-        """(rows, n, d_qk) float32, rounded to bf16; zeros where a slot is invalid."""
+        """Keys (rows, n, d_qk) in float32, rounded to bf16; zeros where a slot is invalid."""
         slots = self.slots[rows]
         valid = valid_slots(slots, self.rows[0].shape[0] * self.rows[0].shape[1])
         tokens = gather(self.rows, slots[valid])
@@ -396,7 +397,7 @@ def _listed(
 def _bf16_attention(
     q: torch.Tensor, keys: torch.Tensor, seen: torch.Tensor, scale: float, sink: torch.Tensor | None
 ) -> Yardstick:
-    """Attend with q (rows, m, d_qk) to keys (rows, n, d_qk) where seen (rows, m, n); results are (rows, m, ...)."""
+    """Attention of q (rows, m, d_qk) to the keys (rows, n, d_qk) that `seen` (rows, m, n) allows."""
     if keys.shape[1] == 0:
         zeros = q.new_zeros((*q.shape[:-1], V_DIM))
         no_lse = q.new_full(q.shape[:-1], -torch.inf)
@@ -425,12 +426,12 @@ def _bf16_attention(
 
 
 def finite_or_zero(values: torch.Tensor) -> torch.Tensor:
-    """0 where they are not finite."""
+    """The values, with 0 in the place of those that are not finite."""
     return torch.where(values.isfinite(), values, 0.0)
 
 
 def _compare_lse(got: torch.Tensor, want: torch.Tensor) -> tuple[list[str], float, float]:
-    """Problems; the largest error over the elements that are finite in both, and in units of what is allowed."""
+    """Problems of a log-sum-exp, its largest error over finite elements, and that error in units of what is allowed."""
     problems = _misplaced("lse", got, want)
     finite = got.isfinite() & want.isfinite()
     error = torch.where(finite, (got - want).abs(), 0.0)
@@ -456,13 +457,13 @@ class _Gain(NamedTuple):
 
 
 class Projections(NamedTuple):
-    """Of each row and group (..., groups) what its part in the gain is made of; see the module's docstring.
+    """Terms that each group of each row (..., groups) adds to the gain, which the module's docstring defines.
 
-    want             (..., d), the oracle, 0 where it is no normal number
-    square           its square
-    p_bound          of the standard deviation of <error, oracle> that comes from P
-    output_variance  of <error, oracle>, from rounding the output
-    weight           a
+    want             (..., d), the oracle o, 0 where it is no normal number
+    square           <o, o>
+    p_bound          bound on the standard deviation of <error, o> that comes from rounding P
+    output_variance  variance of <error, o> that comes from rounding the output
+    weight           the weight a
     """
 
     want: torch.Tensor
@@ -473,18 +474,18 @@ class Projections(NamedTuple):
 
     @classmethod
     def of(cls, want: torch.Tensor, sigma: torch.Tensor, dtype: torch.dtype, width: int) -> Projections:
-        """Of an oracle (or what is near it) and its noise (..., d) float64, finite, and the dtype of the output."""
+        """Terms from an oracle and its noise, (..., d) float64 and finite, and the dtype of the output."""
         want = torch.where(want.abs() < torch.finfo(dtype).tiny, 0.0, want)
         square = _group_sum(want.square(), width)
         p_bound = _group_sum(sigma * want.abs(), width)
         output_variance = _group_sum((ulp(want, dtype) * want).square() / 12, width)
-        weight = torch.where(square > 0, square / (p_bound.square() + output_variance), 0.0)  # no ulp is 0
+        weight = torch.where(square > 0, square / (p_bound.square() + output_variance), 0.0)  # the ulp is never 0
         return cls(want, square, p_bound, output_variance, weight)
 
     def of_keys(self, p: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """(..., rows, keys): how an error of P, relative to it, is in the sum that the gain is made of.
+        """How much a relative error of each P changes the sum that the gain is made of, (..., rows, keys).
 
-        p (..., rows, keys) normalized, values (..., keys, d), of the rows of this, all float64.
+        p is normalized, (..., rows, keys), and values are (..., keys, d), both float64.
         """
         width = self.want.shape[-1] // self.weight.shape[-1]
         projected = (self.want * self.weight.repeat_interleave(width, dim=-1)) @ finite_or_zero(values).mT
@@ -492,12 +493,12 @@ class Projections(NamedTuple):
 
 
 def default_width(d: int) -> int:
-    """Number of neighbouring elements of a row of d that are judged together."""
+    """Number of neighbouring elements of a row that are judged together."""
     return QUANT_TILE if d % QUANT_TILE == 0 else d
 
 
 def _mean_gain(rows: Projections, error: torch.Tensor, shared: torch.Tensor | None) -> _Gain:
-    """The gain of the module's docstring; error (..., d), 0 where something is not finite."""
+    """The gain that the module's docstring defines; `error` is (..., d), 0 where it is not finite."""
     total = (rows.weight * rows.square).sum()
     if total == 0:
         return _Gain(0.0, math.inf)
@@ -516,7 +517,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _compare_channels(error: torch.Tensor, base_error: torch.Tensor, sigma: torch.Tensor) -> list[str]:
-    """The problem of the worst channel, if any; all (..., d), in units of the error that each element is allowed."""
+    """The problem of the worst channel, if any. Errors are (..., d), in units of what each element is allowed."""
     leading = tuple(range(error.ndim - 1))
     found = error.square().mean(dim=leading).sqrt()
     limit = 2 * (base_error.square() + sigma.square()).mean(dim=leading).sqrt()
@@ -533,7 +534,7 @@ def _compare_channels(error: torch.Tensor, base_error: torch.Tensor, sigma: torc
 
 
 def _misplaced(name: str, got: torch.Tensor, want: torch.Tensor) -> list[str]:
-    """One sentence for each kind of non-finite number that is at a wrong place or missing."""
+    """One sentence for each kind of non-finite number that is missing or in a wrong place."""
     problems = []
     kinds = {"NaN": torch.isnan, "+inf": torch.isposinf, "-inf": torch.isneginf}
     for kind, test in kinds.items():
@@ -548,7 +549,7 @@ def _misplaced(name: str, got: torch.Tensor, want: torch.Tensor) -> list[str]:
 
 
 def _group_max(error: torch.Tensor, width: int) -> torch.Tensor:
-    """The largest value among each `width` consecutive elements, in every one of its places."""
+    """The largest value among each `width` consecutive elements, repeated for each of them."""
     if error.numel() == 0:
         return error
     groups = error.unflatten(-1, (-1, width))

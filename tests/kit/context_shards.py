@@ -1,4 +1,4 @@
-"""What one rank has of a whole decode: its tokens, dealt out one at a time in plain Python, and the call that it makes.
+"""What one rank holds of a whole decode: its tokens, dealt out one at a time in plain Python, and the call it makes.
 
 Nothing here uses `cute_kernels.distributed`: a rank's share is a list of positions, and its cache is filled from it.
 """
@@ -19,12 +19,12 @@ SPARE_PAGES: Final = 2
 
 
 def kept(length: int, rank: int, world_size: int, interleave: int) -> list[int]:
-    """Positions below `length` of a rank's tokens, ascending."""
+    """Positions below `length` that a rank holds, ascending."""
     return [p for p in range(max(length, 0)) if p // interleave % world_size == rank]
 
 
 class LocalPages:
-    """A rank's block table, its pages in a shuffled order, and where each of its tokens comes from.
+    """A rank's block table with its pages in shuffled order, and where each of its tokens comes from.
 
     table    (batch, width) int32; past a sequence's last page -1 and pages that do not exist, at least `garbage` times
     sources  for each slot that holds a token, (slot, sequence, position in the whole context)
@@ -35,7 +35,7 @@ class LocalPages:
     ) -> None:
         positions = [kept(length, rank, world_size, interleave) for length in lengths]
         needed = [-(-len(of) // page_size) for of in positions]
-        # as wide on every rank: for the rank with the most tokens
+        # every rank's table has the width that the rank with the most tokens needs
         most = [max(len(kept(n, r, world_size, interleave)) for r in range(world_size)) for n in lengths]
         width = max(-(-n // page_size) for n in most) + garbage
         self.num_pages = sum(needed) + SPARE_PAGES
@@ -51,7 +51,7 @@ class LocalPages:
 
 
 def mla_dense(case: DecodeCase, rank: int, world_size: int, interleave: int, page_size: int) -> dict[str, Any]:
-    """The arguments of this rank: all of the case, but its own cache and table. Lengths stay those of the context."""
+    """This rank's arguments: the case's, with its own cache and table. Lengths stay those of the whole context."""
     assert case.block_table is not None and case.cache_seqlens is not None
     device, whole_page = case.q.device, case.kv_cache.shape[1]
     pages = LocalPages(case.cache_seqlens.tolist(), page_size, rank, world_size, interleave)
@@ -64,7 +64,7 @@ def mla_dense(case: DecodeCase, rank: int, world_size: int, interleave: int, pag
 
 
 def mla_caches(case: DecodeCase, rank: int, world_size: int, interleave: int) -> dict[str, torch.Tensor]:
-    """This rank's tokens of one cache or two, slot after slot; page sizes must be multiples of a stripe."""
+    """This rank's tokens of one or two caches, slot after slot. Page sizes must be multiples of a stripe."""
     caches = {}
     for prefix in ("", "extra_"):
         cache = getattr(case, f"{prefix}kv_cache")
@@ -81,7 +81,7 @@ def mla_caches(case: DecodeCase, rank: int, world_size: int, interleave: int) ->
 
 
 def gqa(case: GqaCase, rank: int, world_size: int, interleave: int, page_size: int) -> dict[str, Any]:
-    """As `mla_dense`. Layouts without pages keep a row for each sequence; `page_size` is not used then.
+    """This rank's arguments of a GQA case. Layouts without pages keep a row per sequence and ignore `page_size`.
 
     ALiBi over runs of tokens wants a table that has no room for a second run.
     """
@@ -137,6 +137,6 @@ def _columns(rows: list[tuple[int, int, int]]) -> list[list[int]]:
 
 
 def _poison(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """NaN in every float type; -1 as int8."""
+    """The poison of a dtype: NaN for floats, -1 for int8."""
     nbytes = dtype.itemsize
     return torch.full((*shape[:-1], shape[-1] * nbytes), POISON_BYTE, dtype=torch.uint8, device=device).view(dtype)

@@ -1,4 +1,4 @@
-"""Ranks of a group that take turns in one process: what each sends in one round, all receive in the next.
+"""Ranks that take turns in one process: what each rank sends in one round, all ranks receive in the next.
 
 The whole of a call runs on one device, all but the collective itself.
 """
@@ -25,7 +25,7 @@ class Turns:
         self._before: list[dict[int, torch.Tensor]] = []
 
     def run(self, call: Callable[[int], Any], collectives: int = 1) -> list[Any]:
-        """What `call(rank)` returns on each rank. A call has so many collectives, each of which needs a round more."""
+        """The results of `call(rank)` for each rank. A call with n collectives needs n + 1 rounds."""
         results: list[Any] = []
         self._sent = [{} for _ in range(self.world_size)]
         with pytest.MonkeyPatch.context() as patch:
@@ -43,7 +43,7 @@ class Turns:
     def _exchange(
         self, what: str, collective: Callable[..., object], received: torch.Tensor, sent: torch.Tensor
     ) -> None:
-        """Gives what all ranks sent in the round before; zeros where they sent nothing."""
+        """Returns what all ranks sent in the previous round, or zeros if they sent nothing."""
         number, self._number = self._number, self._number + 1
         self._sent[self._rank][number] = sent.detach().clone()
         parts = received.view(self.world_size, -1)
@@ -57,7 +57,7 @@ class Turns:
 
 
 def problems(case: Any, world_size: int, device: str) -> list[str]:
-    """What is wrong with a case of `context_workers` where ranks take turns on one device."""
+    """Problems of a case of `context_workers` whose ranks take turns on one device."""
     from tests.kit import context_workers as workers
 
     made = [workers.make(case, rank, world_size, device) for rank in range(world_size)]

@@ -1,4 +1,4 @@
-"""Ranks of a group that decode together, and what each finds wrong.
+"""Ranks of a group that decode together, and the problems that each rank finds.
 
 Each rank makes the whole case from its seed, keeps its own tokens, and calls. All ranks have the same results, and one
 of them holds those of a case against the oracle, after all calls: ranks do not wait for each other's checks.
@@ -35,12 +35,12 @@ SHORT: Final = 5.0
 
 @dataclass(frozen=True)
 class Case:
-    """One whole decode, and how it is dealt out.
+    """One whole decode, and how its tokens are dealt out to ranks.
 
     op          "dense", "sparse", "gqa" or "prefill"
-    options     of the case's maker
-    interleave  tokens in turn
-    page_size   of a rank's pages
+    options     options of the function that makes the case
+    interleave  number of consecutive tokens that go to one rank
+    page_size   tokens of a page of a rank
     """
 
     name: str
@@ -54,9 +54,9 @@ class Case:
 
 
 RAGGED: Final = [37, 0, 1, 64, 3, 2, 130]
-"""Tokens: with four ranks and an interleave of 1 three ranks have none of the third sequence, one none of the fifth."""
+"""Sequence lengths. With 4 ranks and interleave 1, the third leaves three ranks without tokens, the fifth one rank."""
 ONE_RANK: Final = [3, 1, 2, 0]
-"""Up to so many tokens are the first rank's with an interleave of 4: the others have none at all."""
+"""Sequence lengths at which, with interleave 4, the first rank holds every token."""
 _PAGED: Final = {"layout": "paged_NHD", "page_size": 16, "d": 64, "h_q": 8, "h_kv": 2}
 _ROWS: Final = {"layout": "BSNH", "d": 64, "h_q": 8, "h_kv": 4}
 _MLA: Final = {"h_q": 8, "page_size": 8}
@@ -131,9 +131,9 @@ Check = Callable[[torch.Tensor, torch.Tensor], list[str]]
 def run_case(
     case: Case, rank: int, world_size: int, device: str, gathers_q: bool = True, **options: Any
 ) -> tuple[list[str], torch.Tensor, torch.Tensor, Check]:
-    """What is wrong on this rank, results of all heads, and the check that holds them against one process.
+    """Problems on this rank, results of all heads, and the check that compares them with one process.
 
-    Each way is called twice, and both must give the same bits; what scatter gives must be a slice of what gather does.
+    Each way of combining is called twice and must give the same bits. Scatter must give a slice of what gather gives.
     """
     whole, arguments, op = make(case, rank, world_size, device)
     arguments |= options
@@ -171,7 +171,7 @@ def call(op: Callable[..., Any], arguments: dict[str, Any], case: Case, **option
 
 
 def make(case: Case, rank: int, world_size: int, device: str) -> tuple[Check, dict[str, Any], Callable[..., Any]]:
-    """(the check against one process, this rank's arguments, the op)."""
+    """Returns the check against one process, this rank's arguments, and the operator."""
     dealt = {"rank": rank, "world_size": world_size, "interleave": case.interleave}
     if case.op == "prefill":
         return *make_prefill(**dealt, **case.options, device=device), sink_attention
@@ -198,11 +198,11 @@ def make(case: Case, rank: int, world_size: int, device: str) -> tuple[Check, di
 def make_prefill(
     *, rank: int, world_size: int, interleave: int, context: list[int], chunks: list[int], device: str, **options: Any
 ) -> tuple[Check, dict[str, Any]]:
-    """A chunk of each sequence after its context."""
+    """A chunk of each sequence that follows the sequence's context."""
     lengths = [(n, n + c) for n, c in zip(chunks, context, strict=True)]
     whole = sink_case(lengths, **options, padded=False, device=device)
     assert whole.s_aux is not None
-    whole.s_aux = 3 * whole.s_aux + 3  # of the size of a log-sum-exp: a wrong one shows
+    whole.s_aux = 3 * whole.s_aux + 3  # as large as a log-sum-exp, so that a wrong sink shows
     own = [kept(c, rank, world_size, interleave) for c in context]
     join = torch.cat if whole.packed else torch.stack
     arguments: dict[str, Any] = {"q": whole.q, "s_aux": whole.s_aux, "softmax_scale": whole.softmax_scale}
@@ -226,8 +226,8 @@ def make_prefill(
 def partials_noise(case: SinkCase, sequence: int, context: int, world_size: int, interleave: int) -> torch.Tensor:
     """Standard deviation, at each element of a sequence's result, of rounding all partial results to bfloat16.
 
-    One process rounds once; here each rank's part of the context is rounded, the chunk, and the two merged on the rank
-    that has the head's chunk. Where parts cancel, their rounding is larger than that of the result.
+    One process rounds once. Here each rank's part of the context is rounded, then the chunk, then the merged result on
+    the rank that has the head's chunk. If parts cancel, their rounding errors are larger than that of the result.
     """
     assert case.s_aux is not None
     q = case.of_queries(case.q, sequence).double()
@@ -256,7 +256,7 @@ def partials_noise(case: SinkCase, sequence: int, context: int, world_size: int,
 
 
 def all_cases(rank: int) -> list[tuple[str, Any]]:
-    """Problems by case; on GPUs decodes are combined by both ways."""
+    """Problems by case. On GPUs decodes are combined in both ways."""
     if dist.get_backend() != "nccl":
         return problems_of(CASES, rank, "cpu")
     decodes = [case for case in CASES if case.op != "prefill"]
@@ -267,7 +267,7 @@ def all_cases(rank: int) -> list[tuple[str, Any]]:
 
 
 def problems_of(cases: Sequence[Case], rank: int, device: str, **options: Any) -> list[tuple[str, Any]]:
-    """Problems by case, with options of `run_case`."""
+    """Problems by case, with the options of `run_case`."""
     world_size = dist.get_world_size()
     found = []
     checks: list[Callable[[], None]] = []
@@ -297,9 +297,9 @@ COMPILED: Final = ("dense-s3-i4-seed3", "sparse-batch-i4-seed11", "gqa-paged-s3"
 
 
 def compiled(rank: int) -> Iterator[tuple[str, Any]]:
-    """Problems of calls inside of a compiled function, by case and way of combining, as soon as they are known.
+    """Yields problems of calls inside a compiled function, by case and way of combining.
 
-    On CPUs None is another name of "collective", so one case has it.
+    On CPUs None means "collective", so only one case tests None.
     """
     on_gpus = dist.get_backend() == "nccl"
     for case in (case for case in CASES if case.name in COMPILED):
@@ -309,7 +309,7 @@ def compiled(rank: int) -> Iterator[tuple[str, Any]]:
 
 
 def compiled_call(case: Case, rank: int, device: str, combine: str | None) -> list[str]:
-    """Which of two compiled calls give other bits than an eager one. Only collectives are traced as a whole."""
+    """Which of two compiled calls differ in bits from an eager call. Only collectives are traced as a whole."""
     _, arguments, op = make(case, rank, dist.get_world_size(), device)
     q = arguments.pop("q")
 
@@ -324,7 +324,7 @@ def compiled_call(case: Case, rank: int, device: str, combine: str | None) -> li
 
 
 def a_rank_dies(rank: int) -> list[tuple[str, Any]]:
-    """One rank leaves without a word, once the others have joined: before that, theirs is no call that fails."""
+    """One rank exits silently after the others have joined. Before that, the other ranks could not call."""
     joined = torch.zeros(1, dtype=torch.uint8, device="cpu")
     if rank == WORLD - 1:
         for other in range(WORLD - 1):
@@ -335,7 +335,7 @@ def a_rank_dies(rank: int) -> list[tuple[str, Any]]:
 
 
 def a_rank_never_calls(rank: int) -> list[tuple[str, Any]]:
-    """One rank does something else for longer than the group waits."""
+    """One rank is busy with something else for longer than the group waits."""
     if rank == WORLD - 1:
         time.sleep(4 * SHORT)
         return []
@@ -343,7 +343,7 @@ def a_rank_never_calls(rank: int) -> list[tuple[str, Any]]:
 
 
 def _failure() -> tuple[str, float]:
-    """The message of the error that a call ends with, and the seconds that it took."""
+    """The message of the error that a call raises, and how many seconds it took."""
     start = time.monotonic()
     try:
         context_parallel_decode(_partial, None)
@@ -358,7 +358,7 @@ def _partial(tokens: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def disagreements(rank: int) -> Iterator[tuple[str, str]]:
-    """What each rank is told where one of two makes another call; at last that a right call still works."""
+    """What each rank is told if one of two makes a different call, and whether a correct call works afterwards."""
     lengths = torch.tensor([32, 17], dtype=torch.int32, device="cpu")
     q, k, v = (
         torch.randn(2, *shape, generator=generator(1), dtype=torch.float32, device="cpu").bfloat16()
@@ -404,7 +404,7 @@ def _told_by(call: Callable[[], Any]) -> str:
 
 
 def replays(rank: int) -> list[tuple[str, Any]]:
-    """How many of ten thousand replays of a graph give other bits than an eager call; on GPUs, for each way."""
+    """How many of ten thousand graph replays differ in bits from an eager call; on GPUs, for each way of combining."""
     return [(f"other bits: {combine}", _replays(rank, combine)) for combine in ("collective", "symmetric")]
 
 

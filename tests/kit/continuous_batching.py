@@ -25,13 +25,13 @@ from tests.kit import tiny_models
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = {"llama": "cute-kernels/flash-attn3", "gpt_oss": "kernels-community/vllm-flash-attn3"}
-"""Of the hub: for gpt-oss transformers takes one name and no other."""
+"""Names on the kernels hub. Transformers accepts only this one for gpt-oss."""
 LENGTHS = (5, 12, 30, 40, 3, 25)
 NEW = 24
 
 
 def serve(model_name: str, device: str, hub_name: str) -> dict[str, Any]:
-    """What was found. On a CPU steps are what they are on a GPU: padded as for CUDA graphs, decoded over pages."""
+    """Runs the requests and reports what came out. On a CPU, steps are padded and decoded over pages as on a GPU."""
     import torch
     import transformers.modeling_flash_attention_utils as flash
     from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -56,7 +56,7 @@ def serve(model_name: str, device: str, hub_name: str) -> dict[str, Any]:
     flash._flash_with_kvcache_fn = counted("pages", flash._flash_with_kvcache_fn)
     prompts = [tiny_models.sequences(50 + n, 1, n)[0].tolist() for n in LENGTHS]
     config = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    # without a size the cache takes most of the memory, and the first steps read all of it
+    # the default cache takes most of the memory, and the first steps would read all of it
     batching = ContinuousBatchingConfig(block_size=16, num_blocks=64, max_batch_tokens=128)
     found = model.generate_batch(
         prompts, generation_config=config, continuous_batching_config=batching, progress_bar=False
@@ -73,7 +73,7 @@ def serve(model_name: str, device: str, hub_name: str) -> dict[str, Any]:
 
 
 def _order_inputs() -> None:
-    """Makes transformers wait for its cleared inputs before it copies the first ones.
+    """Makes transformers wait until its inputs are cleared before it copies the first ones.
 
     5.17 to 5.24 clear them on the default stream and copy on another. A GPU that also runs three other programs cleared
     the copies: 45 of 57 runs gave wrong tokens with attention in plain torch, none of 22 without asynchronous batching.
@@ -118,7 +118,7 @@ def needs_kernels() -> pytest.MarkDecorator:
 
 
 def served(model_name: str, device: str, folder: Path) -> dict[str, Any]:
-    """What `serve` finds in a process of its own, with the copy in `folder` / "kernel"."""
+    """Runs `serve` in a process of its own, with the kernel copy in `folder` / "kernel"."""
     name = NAMES[model_name]
     local = {"LOCAL_KERNELS": f"{name}={folder / 'kernel'}", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder)}
     command = [sys.executable, "-m", __name__, model_name, device, name]

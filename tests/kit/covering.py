@@ -36,22 +36,22 @@ from tests.kit.gqa_cases import SCALE_NAMES, VALUES, GqaCase, check_gqa, gqa_cas
 from tests.kit.mla_cases import SCALE_KINDS, DecodeCase, dense_case, ragged_lengths, sparse_case
 
 NUM_SMS: Final = 132
-SHORT: Final = 300  # more than one CTA reads alone
+SHORT: Final = 300  # tokens: more than a single CTA reads
 LONG: Final = 131_072
 MOST_CLUSTERS: Final = 15
-"""Clusters of eight CTAs for which the plan has room on so many SMs."""
+"""Clusters of eight CTAs that the plan can place on `NUM_SMS` SMs."""
 MOST_PAIRS: Final = 66
-"""Clusters of two."""
+"""Clusters of two CTAs that the plan can place there."""
 SINKS: Final = ("none", "finite", "inf")
 Q_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCALE_DTYPES: Final = {"float32": torch.float32, "float16": torch.float16}
 PAGE_SIZES: Final = {"none": 0, "smallest": 1, "small": 16, "large": 64, "tiles": 256}
 PACKED_PAGE_SIZES: Final = dict(zip(("smallest", "small", "large"), X_PACKED.page_sizes, strict=True))
-"""Tokens of a page. A copy brings a page or a tile of 128, whichever is smaller; "tiles" has several in a page."""
+"""Tokens of a page. A copy brings a page or 128 tokens, whichever is less; a page of "tiles" is several copies."""
 
 
 def _room(longest: int, page_size: int) -> int:
-    """Tokens that the tables of `gqa_case` and `dense_case` can name."""
+    """Number of tokens that the block tables of `gqa_case` and `dense_case` can name."""
     return (-(-longest // page_size) + 2) * page_size
 
 
@@ -62,10 +62,10 @@ def _room(longest: int, page_size: int) -> int:
 class GqaRow:
     """One row of the array of `gqa_decode`.
 
-    k_scales, v_scales, scale_dtype  "none" where there are none
-    page       one of `PAGE_SIZES`; packed layouts have their own
-    ratio      query heads of each head of the cache
-    splits     "cluster" and "ranges": planned, with sizes for which the plan is that; else `num_splits`
+    k_scales, v_scales, scale_dtype  "none" if there are no scales
+    page       one of `PAGE_SIZES`, or of `PACKED_PAGE_SIZES` for packed layouts
+    ratio      query heads per head of the cache
+    splits     "cluster" or "ranges" for a call whose plan has these; otherwise the argument `num_splits`
     longest    tokens of the longest sequence
     """
 
@@ -93,17 +93,17 @@ class GqaRow:
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page, 0 without pages."""
+        """Tokens of a page; 0 if there are no pages."""
         return (PACKED_PAGE_SIZES if LAYOUTS[self.layout].x_packed else PAGE_SIZES)[self.page]
 
     @property
     def num_splits(self) -> int | None:
-        """As `gqa_decode` takes it."""
+        """The `num_splits` argument of `gqa_decode`."""
         return self.splits if isinstance(self.splits, int) else None
 
     @property
     def batch(self) -> int:
-        """As many as it takes for clusters to be planned, or not to be."""
+        """The batch size at which the plan uses clusters, or at which it does not."""
         if self.longest == LONG:
             return 2
         rows = self.ratio * self.s_q
@@ -113,22 +113,22 @@ class GqaRow:
         return max(3, MOST_PAIRS // heads + 1) if self.splits == "ranges" else 3
 
     def seqlens(self, short: bool = False) -> list[int]:
-        """Tokens of each sequence: the longest, then some around the borders of tiles and pages, and any."""
+        """Tokens of each sequence: the longest, then lengths around borders of tiles and pages, and random ones."""
         longest, batch = (40, min(self.batch, 2)) if short else (self.longest, self.batch)
         others = ragged_lengths(batch - 1, min(longest, 2500), max(self.page_size, 1), seed=self.seed)
         return [longest, *others]
 
     @property
     def seed(self) -> int:
-        """Of the inputs: the place in the array, behind which those of 4-bit codes stand."""
+        """The seed of the inputs: the row's index in the array. Rows with 4-bit codes follow the others."""
         return [*GQA_ROWS, *FOUR_BIT_ROWS].index(self)
 
     def capacity(self) -> int:
-        """Tokens that a sequence can have."""
+        """Number of tokens that a sequence can have."""
         return _room(self.longest, self.page_size) if self.page_size else self.longest + 3
 
     def spec(self) -> GqaDecodeSpec:
-        """The kernel of the row on a card of `NUM_SMS`."""
+        """The kernel that the row launches on a card with `NUM_SMS` SMs."""
         kv_dtype = _DTYPES_OF_SPEC.get(self.kv_dtype) or KINDS[self.kv_dtype][0]
         sizes = CacheSizes(self.batch, self.page_size, self.h_kv, self.d)
         return gqa_plan.choose_spec(
@@ -145,7 +145,7 @@ class GqaRow:
         )
 
     def plan(self) -> gqa_plan.DecodePlan:
-        """Of the row, on such a card."""
+        """The plan of the row on a card with `NUM_SMS` SMs."""
         return gqa_plan.plan_decode(
             self.spec(),
             batch=self.batch,
@@ -157,7 +157,7 @@ class GqaRow:
         )
 
     def options(self) -> dict[str, Any]:
-        """The arguments of `gqa_case`, but for lengths, seed and device."""
+        """The arguments of `gqa_case`, without lengths, seed and device."""
         same = ("d", "s_q", "h_kv", "layout", "kv_dtype", "values", "causal", "window", "softcap", "alibi", "sink")
         return {
             **{name: getattr(self, name) for name in (*same, "bad_entries", "padded")},
@@ -170,11 +170,9 @@ class GqaRow:
         }
 
     def call(self, device: torch.device | str, *, short: bool = False) -> GqaCase:
-        """Inputs, fresh for the row."""
         return gqa_case(seqlens=self.seqlens(short), **self.options(), seed=self.seed, device=device)
 
     def check(self, device: torch.device | str, *, short: bool = False) -> Comparison:
-        """Run the row and hold it to the tolerance rule."""
         case = self.call(device, short=short)
         out, lse = case.outputs(padded=self.padded)
         gqa_decode(**case.arguments(), num_splits=self.num_splits, out=out.tensor, lse=lse.tensor)
@@ -196,7 +194,7 @@ def _page_exists(layout: str, page: str) -> bool:
 
 
 def _cache_has_scales(kv_dtype: str, scales: str) -> bool:
-    """FP8 may have some; int8 must, and 16-bit caches must not."""
+    """FP8 caches may have scales, int8 caches must, and 16-bit caches must not."""
     return kv_dtype == "fp8" or (scales == "none") == (kv_dtype in Q_DTYPES)
 
 
@@ -263,21 +261,21 @@ GQA: Final = Model(
 
 KEYS: Final = {"tile": 64, "some": 333, "many": 2048, "long": 65_536}
 MOST_PARTIALS: Final = 2**19
-"""Rows of partial results that a call may need: 556 MB."""
+"""The most rows of partial results that a call may need: 556 MB."""
 SAMPLED_KEYS: Final = 2**18
 SAMPLED_SCORES: Final = 2**24
-"""Keys, and scores or elements of the output, of the requests and heads that are compared: 134 MB as float64."""
+"""Keys, and scores or output elements, of the requests and heads that are compared: 134 MB as float64."""
 
 
 @dataclass(frozen=True)
 class MlaRow:
     """One row of the array of `mla_fp8_decode`.
 
-    keys      how many a list or a sequence has: one of `KEYS`; a long sequence has `LONG`
-    lengths   "all": every query has all of them; "ragged": a length for each request; "query": for each query
-    queries   "few" requests, or so many that all of their queries are "1024" (or as many below that as whole requests
-              give), the most that CTAs have shares of, or "more"
-    causal    of dense decoding alone
+    keys      number of keys of a list or a sequence: one of `KEYS`; a long sequence has `LONG`
+    lengths   "all": every query has every key; "ragged": each request has a length; "query": each query has one
+    queries   "few" requests; "1024": as many requests as have at most 1024 queries, the most for which the plan makes
+              shares; or "more"
+    causal    for dense decoding only
     """
 
     mode: str
@@ -297,23 +295,21 @@ class MlaRow:
 
     @property
     def seed(self) -> int:
-        """Of the inputs: the place in the array."""
         return MLA_ROWS.index(self)
 
     @property
     def batch(self) -> int:
-        """Requests."""
         if self.queries != "few":
             return mla_plan.MAX_BALANCED // self.s_q + (self.queries == "more")
         return 2 if self.keys == "long" else _few(self.s_q)
 
     @property
     def longest(self) -> int:
-        """Entries of a list, or tokens of the longest sequence."""
+        """Number of entries of a list, or of tokens of the longest sequence."""
         return LONG if self.mode == "dense" and self.keys == "long" else KEYS[self.keys]
 
     def plan(self) -> mla_plan.DecodePlan:
-        """Of the row, on a card of `NUM_SMS`."""
+        """The plan of the row on a card with `NUM_SMS` SMs."""
         room = self.longest if self.mode == "sparse" else _room(self.longest, self.page_size)
         return mla_plan.plan_decode(
             sparse=self.mode == "sparse",
@@ -328,11 +324,9 @@ class MlaRow:
         )
 
     def spec(self) -> MlaDecodeSpec | MlaCrossoverSpec:
-        """The kernel."""
         return self.plan().spec
 
     def call(self, device: torch.device | str, *, short: bool = False) -> DecodeCase:
-        """Inputs, fresh for the row."""
         batch, longest = (min(self.batch, 2), min(self.longest, 20)) if short else (self.batch, self.longest)
         options: dict[str, Any] = {
             "h_q": self.h_q,
@@ -355,7 +349,7 @@ class MlaRow:
         return dense_case(seqlens=seqlens, causal=self.causal, **options)
 
     def check(self, device: torch.device | str, *, short: bool = False) -> Comparison:
-        """Run the row, and hold requests and heads of it to the tolerance rule: all, or where that is much a sample."""
+        """Runs the row and applies the tolerance rule to its requests and heads, or to a sample if they are many."""
         case = self.call(device, short=short)
         out, lse = case.outputs(padded=self.padded)
         forced: dict[str, Any] = {"num_splits": self.splits, "exchange": self.exchange}
@@ -373,7 +367,7 @@ class MlaRow:
         return checked
 
     def _sample(self, case: DecodeCase) -> tuple[list[int], list[int]]:
-        """Requests and heads, the longest request among them."""
+        """Requests and heads to compare; the longest request is among them."""
         batch, s_q, h_q, _ = case.q.shape
         keys = case.indices.shape[-1] * s_q if case.indices is not None else self.longest
         rng = random.Random(self.seed)
@@ -385,12 +379,12 @@ class MlaRow:
 
 
 def _few(s_q: int) -> int:
-    """Requests of a small batch."""
+    """Number of requests of a small batch."""
     return {1: 5, 2: 3}.get(s_q, 2)
 
 
 def _partials_fit(queries: str, s_q: int, h_q: int, splits: int | None) -> bool:
-    """Not a limit of the op: more would take gigabytes, which a card that several tests share lacks."""
+    """Whether partial results fit in a few gigabytes. The operator has no such limit, but tests share a card."""
     return queries == "few" or (mla_plan.MAX_BALANCED + s_q) * h_q * (splits or 1) <= MOST_PARTIALS
 
 
@@ -443,14 +437,13 @@ def _write(op: str, rows: list[Row]) -> None:
 
 
 def _four_bit_rows(kind: str) -> list[GqaRow]:
-    """Three rows of INT8 caches, with codes of a kind in their place."""
+    """Three rows of INT8 caches in which 4-bit codes of one kind take the place of INT8."""
     scales = {"k_scales": "per_token_head", "v_scales": "per_token_head", "scale_dtype": "float32"}
     rows = [dataclasses.replace(row, kv_dtype=kind, **scales) for row in GQA_ROWS if row.kv_dtype == "int8"]
     return [row for row in rows if not row.spec().can_implement()][:3]
 
 
 def all_specs() -> list[GqaDecodeSpec | MlaDecodeSpec | MlaCrossoverSpec]:
-    """The kernels of all rows, each once."""
     gqa = [row.spec() for row in (*GQA_ROWS, *FOUR_BIT_ROWS)]
     return list(dict.fromkeys([*gqa, *(row.spec() for row in MLA_ROWS)]))
 

@@ -1,4 +1,4 @@
-"""Random tensors, on the device of their generator and of a dtype that torch's defaults do not change."""
+"""Random tensors on the device of their generator, with a dtype that torch's defaults do not change."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ import torch
 
 
 def generator(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """A generator on `device`, seeded."""
     return torch.Generator(device=device).manual_seed(seed)
 
 
 def normal(shape: Sequence[int], gen: torch.Generator) -> torch.Tensor:
-    """Float32 numbers of N(0, 1)."""
     return torch.randn(shape, generator=gen, dtype=torch.float32, device=gen.device)
 
 
 def uniform(shape: Sequence[int], gen: torch.Generator) -> torch.Tensor:
-    """Float32 numbers from 0 to 1."""
     return torch.rand(shape, generator=gen, dtype=torch.float32, device=gen.device)
 
 

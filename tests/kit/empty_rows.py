@@ -1,4 +1,4 @@
-"""Calls in which some queries see no key, in every way and on every path of the kernels, and what they must give."""
+"""Calls in which some queries see no key, on every path of the kernels, and their expected results."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tests.kit.mla_cases import DecodeCase, PoisonedOutput, dense_case, sparse_c
 from tests.kit.specs import NUM_SMS
 
 SPARSE: dict[str, Any] = {"batch": 8, "s_q": 2, "topk": 130, "extra_topk": 70, "sink": "inf"}
-"""Queries whose indices are all invalid (every seventh), and whose length is 0 or negative."""
+"""Every seventh query has only invalid indices; some lengths are 0 or negative."""
 DENSE: dict[str, Any] = {"seqlens": (0, 1, 2, 3, 64, 65, 200, 130), "s_q": 3, "sink": "finite"}
 """Empty sequences, queries before the first key of a causal call, and a request whose pages do not exist."""
 V4_1: dict[str, Any] = {"formats": ("v4.1", "v4.1_fp4"), "cache_layout": "interleaved"}
 
 
 class EmptyRows(NamedTuple):
-    """A call by name.
+    """A named call in which some queries see no key.
 
-    sizes   of `sparse_case` or `dense_case`
-    forced  `num_splits` and `exchange`, where the plan is not to choose them
-    cut     an argument that is cut to nothing: a cache of no page, or a block table of no column
+    sizes   arguments of `sparse_case` or `dense_case`
+    forced  `num_splits` and `exchange`, unless the plan chooses them
+    cut     an argument that is cut to size 0: a cache without pages, or a block table without columns
     """
 
     sizes: dict[str, Any]
@@ -39,11 +39,10 @@ class EmptyRows(NamedTuple):
 
     @property
     def keyless(self) -> bool:
-        """Whether no query sees a key, whatever the lengths are, so that nothing is launched."""
+        """Whether no query sees a key at any length, so that nothing is launched."""
         return bool(self.cut) or self.sizes.get("topk") == 0
 
     def case(self, device: str) -> DecodeCase:
-        """The call on a device."""
         case = (dense_case if "seqlens" in self.sizes else sparse_case)(**self.sizes, device=device)
         if case.block_table is not None and case.cache_seqlens is not None:
             case.block_table[-2] = -1
@@ -82,7 +81,7 @@ CALLS: dict[str, EmptyRows] = {
 
 
 def spec_of(call: EmptyRows) -> KernelSpec | None:
-    """The kernel that writes +inf for a call, on a GPU with `NUM_SMS` multiprocessors; None without a launch."""
+    """The kernel that writes +inf for a call on a GPU with `NUM_SMS` SMs; None if nothing is launched."""
     if call.keyless:
         return None
     case = call.case("cpu")
@@ -108,12 +107,11 @@ def spec_of(call: EmptyRows) -> KernelSpec | None:
 
 
 def kernel_specs() -> list[KernelSpec]:
-    """The kernels of all calls, each once."""
     return list(dict.fromkeys(spec for call in CALLS.values() if (spec := spec_of(call)) is not None))
 
 
 def require_inf_of_empty_rows(call: EmptyRows, device: str) -> None:
-    """With `inf_if_empty` a call gives what it gives without, bit by bit, but for +inf in the place of -inf.
+    """A call with `inf_if_empty` writes the bits of a call without it, except for +inf in the place of -inf.
 
     Results go to poisoned memory, the log-sum-exp in FlashMLA's order.
     """
@@ -139,7 +137,7 @@ def require_inf_of_empty_rows(call: EmptyRows, device: str) -> None:
 
 
 def flash_mla_call(case: DecodeCase) -> dict[str, Any]:
-    """The arguments of `flash_mla_with_kvcache` for a call that forces nothing."""
+    """The arguments of `flash_mla_with_kvcache` for a call that forces neither splits nor an exchange."""
     extra = case.extra_kv_cache
     return {
         "q": case.q,

@@ -1,4 +1,4 @@
-"""Settings of torch that a caller may have, and that must change nothing."""
+"""Settings of torch that a caller may have and that must not change any result."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import torch
 
 @contextlib.contextmanager
 def default_dtype(dtype: Any) -> Iterator[None]:
-    """Inside the block torch makes floating-point tensors of this dtype where none is named."""
+    """Sets torch's default floating-point dtype inside the block."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

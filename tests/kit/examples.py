@@ -30,7 +30,7 @@ LIMITS: Final = {
     "sink of 0, relative error": 5e-3,
     "BNSH against pages, relative error": 5e-3,
     "decoded against whole, relative error": 5e-3,
-    "4-bit values against bfloat16, relative error": 0.15,  # 15 steps for what a vector spans
+    "4-bit values against bfloat16, relative error": 0.15,  # 4 bits have 15 steps for the range of a vector
     "INT8 against bfloat16, relative error": 2e-2,  # quantization, scales per token and head
     "656 bytes against bfloat16, relative error": 4e-2,  # rounding to e4m3 costs up to 6e-2
     "FP4 against bfloat16, relative error": 0.15,  # rounding to e2m1 costs up to 0.25

@@ -1,4 +1,4 @@
-"""A module as vLLM's for DeepSeek-V4 and its HY-V4 one: FlashMLA's function, and classes that call it as vLLM's do.
+"""A module like vLLM's for DeepSeek-V4 and HY-V4: FlashMLA's function, and classes that call it as vLLM's classes do.
 
 Tests load fresh copies of this file by `load`, or put it where vLLM's modules are. FlashMLA is a record here.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 CALLS: list[dict[str, Any]] = []
-"""What FlashMLA was called with."""
+"""The arguments of every call of FlashMLA."""
 
 
 def load() -> types.ModuleType:
@@ -44,13 +44,13 @@ def flash_mla_with_kvcache(
     extra_topk_length: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> tuple[Any, Any]:
-    """The signature of vLLM 0.26."""
+    """Has the signature of the function in vLLM 0.26."""
     CALLS.append(dict(locals()))
     return "FlashMLA's out", "FlashMLA's lse"
 
 
 class DeepseekV4FlashMLAAttention:
-    """A layer: a window's cache, and a compressed one unless `extra_cache` is None; q and output have padded heads."""
+    """A layer with a window's cache and, unless `extra_cache` is None, a compressed one. Heads of q are padded."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class DeepseekV4FlashMLAAttention:
         self.window_cache, self.extra_cache = window_cache, extra_cache
 
     def forward_mqa(self, q: torch.Tensor, kv: Any, positions: Any, output: torch.Tensor) -> Any:
-        """`positions` has the index lists here, which vLLM takes from its metadata."""
+        """Here `positions` has the index lists, which vLLM takes from its metadata."""
         return flash_mla_with_kvcache(
             q=q.unsqueeze(1),
             k_cache=self.window_cache.unsqueeze(-2),
@@ -85,7 +85,7 @@ class DeepseekV4FlashMLAAttention:
 
 
 class HYV4FlashMLASparseImpl:
-    """What the adapter reads of vLLM's class."""
+    """Has the attributes of vLLM's class that the adapter reads."""
 
     softmax_scale = 0.1
 

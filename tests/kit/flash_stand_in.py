@@ -13,7 +13,7 @@ from cute_kernels.gqa.reference import reference_gqa_decode
 
 @dataclass
 class FlashStandIn:
-    """`flash_attn_varlen_func` of vLLM for the arguments that our backend passes; it keeps those of each call.
+    """`flash_attn_varlen_func` of vLLM for the arguments that our backend passes; it records each call's arguments.
 
     Rows of pages that a query does not see may hold NaN.
     """
@@ -32,7 +32,7 @@ class FlashStandIn:
         seqused_k: torch.Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Attention of packed queries; `k` and `v` are packed as well, or pages with a `block_table`."""
+        """Attention of packed queries. `k` and `v` are packed, too, or pages with a `block_table`."""
         table = options["block_table"] if cu_seqlens_k is None else None
         given = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "k": k, **options}
         self.calls.append(given)

@@ -1,4 +1,4 @@
-"""Quantized caches as `gather_pages` takes them, and what is in their pages."""
+"""Quantized caches as `gather_pages` takes them, and the values in their pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGES, PAGE_SIZE, KV_HEADS = 5, 16, 3
 
 
 class GatherCache(NamedTuple):
-    """Codes (pages, page_size, h_kv, d), scales (pages, page_size, h_kv) or one."""
+    """Codes (pages, page_size, h_kv, d), and scales (pages, page_size, h_kv) or a single one."""
 
     k_cache: torch.Tensor
     v_cache: torch.Tensor
@@ -26,7 +26,7 @@ class GatherCache(NamedTuple):
     v_scale: torch.Tensor
 
     def to(self, device: str) -> GatherCache:
-        """On another device, with the same strides."""
+        """A copy on another device with the same strides."""
         return GatherCache(*(_moved(t, device) for t in self))
 
 
@@ -37,16 +37,15 @@ def _moved(t: torch.Tensor, device: str) -> torch.Tensor:
 
 
 KINDS = ("int8", "fp8", "fp8_per_token_head", *ROTATED_KINDS)
-"""INT8 and FP8 with a scale for each token and head, FP8 with one for all, and kinds with 4-bit codes."""
+"""INT8 and FP8 with a scale per token and head, FP8 with one scale for all tokens, and kinds with 4-bit codes."""
 
 
 def gather_cache(kind: str, layout: str, d: int) -> GatherCache:
-    """Random codes of every value but NaN, and scales from 2^-20 to 2^20.
+    """Random codes of every value except NaN, and scales from 2^-20 to 2^20.
 
     Args:
         kind: one of KINDS.
         layout: "NHD" or "HND": separate tensors; "interleaved": a cache of vLLM, or one tensor with 4-bit codes.
-        d: head dimension.
     """
     if kind in ROTATED_KINDS:
         return _rotated_cache(kind, layout, d)
@@ -66,7 +65,7 @@ def gather_cache(kind: str, layout: str, d: int) -> GatherCache:
             k, v, *scales = (t.transpose(1, 2) for t in (k, v, *scales))
     for codes in (k, v):
         drawn = integers(-127, 127, codes.shape, gen, torch.int8)
-        codes.view(torch.int8).copy_(drawn)  # as FP8: 0x7F and 0xFF are NaN
+        codes.view(torch.int8).copy_(drawn)  # 0x7F and 0xFF are NaN in FP8
         if not int8:
             codes.view(torch.int8).masked_fill_(drawn == -1, 0)
     for scale in scales:
@@ -77,7 +76,7 @@ def gather_cache(kind: str, layout: str, d: int) -> GatherCache:
 
 
 def _rotated_cache(kind: str, layout: str, d: int) -> GatherCache:
-    """A cache with 4-bit codes; interleaved: of each token and head K, V, and both scales."""
+    """A cache with 4-bit codes. If interleaved, each token and head has K, V and both scales side by side."""
     gen, shape = generator(d), (PAGES, PAGE_SIZE, KV_HEADS)
     if layout == "HND":
         shape = (PAGES, KV_HEADS, PAGE_SIZE)
@@ -99,7 +98,7 @@ def _rotated_cache(kind: str, layout: str, d: int) -> GatherCache:
 
 
 def expected(cache: GatherCache, pages: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Products in float32, page by page."""
+    """The dequantized pages, computed in float32 page by page."""
     found = []
     for codes, scale in ((cache.k_cache, cache.k_scale), (cache.v_cache, cache.v_scale)):
         if codes.dtype == torch.uint8:

@@ -1,4 +1,4 @@
-"""A small gpt-oss model of `transformers`, trained with one attention or another.
+"""A small gpt-oss model of `transformers`, trained with different attention functions.
 
 The measure is what bfloat16 does to the model with eager attention: the same training under autocast and in float32
 differ by so much. Another attention, under autocast, is as far from float32 as that, in the loss of every step (their
@@ -21,7 +21,7 @@ NAME: Final = "attention_under_test"
 
 
 class Trained(NamedTuple):
-    """losses (seeds, steps); sinks (seeds, layers, heads), by how much they have moved."""
+    """Losses (seeds, steps), and how far the sinks have moved (seeds, layers, heads)."""
 
     losses: torch.Tensor
     sinks: torch.Tensor
@@ -39,7 +39,7 @@ def attend(
     sliding_window: int | None,
     **options: Any,
 ) -> tuple[Any, None]:
-    """`sink_attention` with transformers' arguments: heads before tokens, no mask for an attention not built in."""
+    """`sink_attention` with transformers' arguments: heads before tokens, and no mask for an attention not built in."""
     if attention_mask is not None or options["dropout"]:
         raise ValueError("attention_mask, dropout: got one, needs none")
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
@@ -47,7 +47,7 @@ def attend(
 
 
 def batch(gen: torch.Generator) -> torch.Tensor:
-    """(BATCH, TOKENS) sequences that count in steps of 1 to 3 and begin anywhere."""
+    """(BATCH, TOKENS) sequences that count in steps of 1 to 3 from a random start."""
     begin, step = (
         torch.randint(*bounds, (BATCH, 1), generator=gen, dtype=torch.int64, device=gen.device)
         for bounds in ((0, VOCABULARY), (1, 4))
@@ -56,13 +56,12 @@ def batch(gen: torch.Generator) -> torch.Tensor:
 
 
 def train(attention: str, bfloat16: bool, device: str, seeds: int = SEEDS) -> Trained:
-    """50 steps for each seed, with an attention that transformers knows by name.
+    """Trains 50 steps for each seed, with an attention that transformers knows by name.
 
     Args:
-        attention: its name.
+        attention: name of the attention.
         bfloat16: whether to train under autocast.
         device: "cpu" or "cuda". Data and the first weights are the same on both.
-        seeds: how many.
     """
     from transformers.models.gpt_oss import modeling_gpt_oss as modeling
 
@@ -96,12 +95,12 @@ def train(attention: str, bfloat16: bool, device: str, seeds: int = SEEDS) -> Tr
 
 @functools.cache
 def eager(bfloat16: bool, device: str) -> Trained:
-    """The model with its own attention."""
+    """The results of a model with its own eager attention."""
     return train("eager", bfloat16, device)
 
 
 def require_learned(device: str) -> None:
-    """Raises AssertionError if training has no effect that an attention could miss."""
+    """Raises AssertionError if training changes too little to show a wrong attention."""
     exact = eager(False, device)
     if not (exact.losses[:, -5:].mean(1) < 0.4 * exact.losses[:, 0]).all():
         raise AssertionError("the model has learned nothing to compare")
@@ -110,7 +109,7 @@ def require_learned(device: str) -> None:
 
 
 def excess(attention: Callable[..., Any], device: str, seeds: int = SEEDS) -> tuple[float, float]:
-    """Distance to eager float32, of the losses and of the sinks' way, in units of that of eager bfloat16."""
+    """Distances of the losses and of the sinks' moves from eager float32, in units of those of eager bfloat16."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, attention)  # replaces an attention of the same name

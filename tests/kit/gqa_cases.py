@@ -56,7 +56,7 @@ KV_DTYPES: Final = {
     "fp16": torch.float16,
 }
 FOUR_BITS: Final = tuple(ROTATED_KINDS)
-"""Kinds with rotated 4-bit codes, "int8_k_int4_v" and "int4"."""
+"""Kinds with rotated 4-bit codes: "int8_k_int4_v" and "int4"."""
 SCALE_NAMES: Final = {
     "per_tensor": ScaleKind("per_tensor"),
     "per_head": ScaleKind("per_head"),
@@ -69,23 +69,23 @@ VALUES: Final = ("normal", "channels", "tokens", "wild")
 """What a cache holds:
 
 normal    N(0,1), quantized with the scales that its absmax asks for
-channels  the same with some channels times 20, as trained models have them in K
-tokens    the same with one token in 50 times 20 in V and times 3 in K
+channels  like normal, with some channels times 20, as trained models have them in K
+tokens    like normal, with one token in 50 times 20 in V and times 3 in K
 wild      codes of the whole range, scales of random size: between heads from 1e-6 to 1e3 (1e-3 to 10 where q or the
           scales are float16), between groups of a head up to 1e6, between tokens up to 1e4 below that
 """
 GROUP_DECADES: Final = 6.0
-"""Queries are as much smaller as scales are larger, so that scores are of usual size. A row of Q is float16 in the
-kernel: 10^9 between two groups of a row left the smaller numbers so few bits that a log-sum-exp was off by 2e-4."""
+"""Queries shrink as scales grow, so that scores are of usual size. A row of Q is float16 in the kernel: with 10^9
+between two groups of a row, the smaller numbers had so few bits that a log-sum-exp was off by 2e-4."""
 OUTLIER_TOKEN_SHARE: Final = 1 / 50
 FP8_MAX: Final = 448.0
 ELEMENTS_PER_CHUNK: Final = 1 << 26
-"""Elements of a cache made at a time: 268 MB as float32."""
+"""Number of elements of a cache that are made at a time: 268 MB as float32."""
 
 
 @dataclass(frozen=True)
 class GqaCase:
-    """One call of `gqa_decode`; tensors as in its docstring."""
+    """One call of `gqa_decode`. The tensors are those of its docstring."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -107,11 +107,10 @@ class GqaCase:
     index_block: int = 128
 
     def arguments(self) -> dict[str, Any]:
-        """All arguments by name, for the decode, the oracle and the emulation."""
+        """Arguments by name, for the decode, the oracle and the emulation."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def outputs(self, *, padded: bool = False) -> tuple[PoisonedOutput, PoisonedOutput]:
-        """Poisoned buffers for out and lse."""
         out = PoisonedOutput(tuple(self.q.shape), self.q.dtype, self.q.device, padded=padded)
         return out, PoisonedOutput(tuple(self.q.shape[:3]), torch.float32, self.q.device, padded=padded)
 
@@ -144,47 +143,33 @@ def gqa_case(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> GqaCase:
-    """A decode over a cache in which all that no query sees is poison; pages are those of a `block_table`.
+    """A decode whose cache is poison wherever no query looks. Pages are those of a `block_table`.
 
     Args:
         seqlens: tokens of each sequence, 0 allowed; their number is the batch.
         starts: the first key of each sequence, which may be negative, or past its end.
         h_q: query heads, a multiple of `h_kv`.
         h_kv: heads of the cache.
-        d: head dimension.
         s_q: queries of each sequence.
-        layout: name of the layout.
         page_size: tokens of a page, for paged layouts.
-        kv_dtype: one of `KV_DTYPES`; or of `FOUR_BITS`, which have float32 scales per token and head.
+        kv_dtype: one of `KV_DTYPES` or of `FOUR_BITS`; the latter have float32 scales per token and head.
         q_dtype: bfloat16 or float16; a 16-bit cache needs the same.
-        k_scales: one of `SCALE_NAMES`. Ignored for 16-bit caches; None, for both, leaves an FP8 cache without.
-        v_scales: likewise.
+        k_scales, v_scales: one of `SCALE_NAMES`, ignored for 16-bit caches; both None for an FP8 cache without scales.
         scale_dtype: float32 or float16.
         values: one of `VALUES`.
-        causal: as the decode takes it, and so are `window` and `softcap`.
-        window: see there.
-        softcap: see there.
+        causal, window, softcap: as `gqa_decode` takes them.
         alibi: "none", or slopes per "head" or per "batch" row and head.
         sink: "none", "finite", or "inf": finite ones with some +inf and some -inf among them.
-        bad_entries: a tenth of the block table's entries within the sequences is out of range.
-        whole: contiguous layouts: no cache_seqlens, all tokens of the cache; all `seqlens` must be equal.
-        padded: q, caches, scales and block table not contiguous.
-        query_size: standard deviation of the logits, of those of large keys if keys differ in size.
-        seed: of the generator.
-        device: of all tensors.
+        bad_entries: whether a tenth of the block table's entries within the sequences is out of range.
+        whole: whether a contiguous cache comes without cache_seqlens; then all `seqlens` must be equal.
+        padded: whether q, caches, scales and block table are not contiguous.
+        query_size: standard deviation of the logits; if keys differ in size, of the logits of large keys.
+        seed: seed of the generator.
     """
     if values not in VALUES:
         raise ValueError(f"values: got {values!r}, needs one of {', '.join(VALUES)}")
     known, gen = LAYOUTS[layout], generator(seed, device)
-    four_bits = kv_dtype in FOUR_BITS
-    both = [getattr(torch, name) for name in KINDS[kv_dtype]] if four_bits else [KV_DTYPES[kv_dtype]] * 2
-    dtypes: dict[Which, torch.dtype] = {"k": both[0], "v": both[1]}
-    dtype = dtypes["k"]
-    itemsize = dtype.itemsize
-    if itemsize == 2:
-        k_scales = v_scales = None
-    named: dict[Which, str | None] = {"k": k_scales, "v": v_scales}
-    kinds = {which: None if name is None else SCALE_NAMES[name] for which, name in named.items()}
+    stored = _stored(kv_dtype, k_scales, v_scales)
     lengths = torch.tensor(list(seqlens), dtype=torch.int64, device="cpu")
     batch, longest = len(lengths), int(lengths.max()) if len(lengths) else 0
     table = None
@@ -198,27 +183,20 @@ def gqa_case(
         table = table.int().to(gen.device)
         table = strided_int(table) if padded else table
 
-    narrow = q_dtype == torch.float16 or scale_dtype == torch.float16 or dtype == torch.float16
+    narrow = torch.float16 in (q_dtype, scale_dtype, stored["k"][0])
     caches: dict[str, torch.Tensor] = {}
     scales: dict[str, torch.Tensor | None] = {}
-    sizes_of_keys = torch.ones((h_kv, d), dtype=torch.float32, device=gen.device)
-    for which, kind in kinds.items():
-        codes = _empty_cache(sizes, known, which, dtypes[which], padded, gen)
-        scale = None if kind is None else _empty_scale(sizes, known, kind, scale_dtype, padded, gen)
+    for which, (dtype, kind) in stored.items():
+        codes = caches[which] = _empty_cache(sizes, known, which, dtype, padded, gen)
+        scale = scales[which] = None if kind is None else _empty_scale(sizes, known, kind, scale_dtype, padded, gen)
         base = _wild_base(h_kv, d, kind, narrow, gen) if values == "wild" else None
-        cache = ScaledCache(codes, scale, known, which, sizes)
-        _fill(cache, used_outer, used_rows, sizes, values, base, gen)
-        if which == "k" and base is not None:
-            # codes of int8 have a standard deviation of 74, those of FP8 are made to have 64, and codes of 4 bits less
-            # zero points one of 6.5 before they are rotated back
-            size = 1 if itemsize == 2 else 6.5 / math.sqrt(d) if dtype == torch.uint8 else 70
-            sizes_of_keys = size * (base if itemsize == 2 or kind else torch.ones_like(base))
-        elif which == "k" and values == "channels":
-            sizes_of_keys[:, _outlier_channels(d)] = OUTLIER_FACTOR
-        caches[which], scales[which] = codes, scale
+        _fill(ScaledCache(codes, scale, known, which, sizes), used_outer, used_rows, sizes, values, base, gen)
+        if which == "k":
+            ones = torch.ones((h_kv, d), dtype=torch.float32, device=gen.device)
+            key_sizes = _key_sizes(ones, dtype, kind, values, base)
 
-    # Whatever the size of keys is, q stays near 1 in its largest channels, and the softmax scale does the rest.
-    factor = sizes_of_keys.reciprocal()
+    # q stays near 1 in its largest channels whatever the size of keys; the softmax scale does the rest
+    factor = key_sizes.reciprocal()
     largest = factor.amax()
     q = normal((batch, s_q, h_kv, h_q // h_kv, d), gen)
     wild = values == "wild"
@@ -239,8 +217,34 @@ def gqa_case(
         s_aux=sink_logits(h_q, sink, gen),
         softmax_scale=query_size * float(largest) / math.sqrt(d) if wild else None,
         cache_starts=None if starts is None else torch.tensor(list(starts), dtype=torch.int32, device=gen.device),
-        kind=kv_dtype if four_bits else None,
+        kind=kv_dtype if kv_dtype in FOUR_BITS else None,
     )
+
+
+def _stored(
+    kv_dtype: str, k_scales: str | None, v_scales: str | None
+) -> dict[Which, tuple[torch.dtype, ScaleKind | None]]:
+    """Dtype of the codes and granularity of the scales of each cache; a 16-bit cache has no scales."""
+    four_bits = kv_dtype in FOUR_BITS
+    k, v = (getattr(torch, name) for name in KINDS[kv_dtype]) if four_bits else [KV_DTYPES[kv_dtype]] * 2
+    plain = k.itemsize == 2
+    kinds = [None if plain or name is None else SCALE_NAMES[name] for name in (k_scales, v_scales)]
+    return {"k": (k, kinds[0]), "v": (v, kinds[1])}
+
+
+def _key_sizes(
+    ones: torch.Tensor, dtype: torch.dtype, kind: ScaleKind | None, values: str, base: torch.Tensor | None
+) -> torch.Tensor:
+    """How large keys are in each channel (h_kv, d); `ones` have that shape."""
+    d = ones.shape[1]
+    if base is not None:
+        # codes of int8 have a standard deviation of 74, those of FP8 are made to have 64, and codes of 4 bits less
+        # zero points one of 6.5 before they are rotated back
+        size = 1 if dtype.itemsize == 2 else 6.5 / math.sqrt(d) if dtype == torch.uint8 else 70
+        return size * (base if dtype.itemsize == 2 or kind else ones)
+    if values == "channels":
+        ones[:, _outlier_channels(d)] = OUTLIER_FACTOR
+    return ones
 
 
 def _slopes(alibi: str, batch: int, h_q: int, gen: torch.Generator) -> torch.Tensor | None:
@@ -281,7 +285,7 @@ def _used_slots(
 
 
 def _apart(shape: tuple[int, ...], itemsize: int, padded: bool) -> tuple[int, tuple[int, ...]]:
-    """Elements and strides of a tensor whose outermost items lie 16 bytes further apart than they must if padded."""
+    """Size and strides of a tensor. If padded, its outermost items lie 16 bytes further apart than needed."""
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     if padded and len(shape) > 1:
         unit = ALIGNMENT // itemsize
@@ -292,7 +296,7 @@ def _apart(shape: tuple[int, ...], itemsize: int, padded: bool) -> tuple[int, tu
 def _empty_cache(
     sizes: CacheSizes, layout: CacheLayout, which: Which, dtype: torch.dtype, padded: bool, gen: torch.Generator
 ) -> torch.Tensor:
-    """A cache of poison: NaN, or random codes of int8."""
+    """A cache full of poison: NaN, or random codes if the dtype has no NaN."""
     shape = layout.shape(which, sizes, dtype.itemsize)
     if dtype == torch.uint8:
         shape = (*shape[:-1], shape[-1] // 2)
@@ -301,7 +305,7 @@ def _empty_cache(
         info = torch.iinfo(dtype)
         storage = integers(info.min, info.max + 1, (elements,), gen, dtype)
     else:
-        # every byte 0xFF is a NaN in all of them
+        # a byte of 0xFF is a NaN in each of these dtypes
         storage = torch.full((elements * dtype.itemsize,), 0xFF, dtype=torch.uint8, device=gen.device).view(dtype)
     return storage.as_strided(shape, strides)
 
@@ -309,7 +313,7 @@ def _empty_cache(
 def _empty_scale(
     sizes: CacheSizes, layout: CacheLayout, kind: ScaleKind, dtype: torch.dtype, padded: bool, gen: torch.Generator
 ) -> torch.Tensor:
-    """NaN scales; the shape of per_tensor is () or (1,), drawn."""
+    """Scales of NaN. A per_tensor scale has shape () or (1,), chosen at random."""
     shape = scale_shapes(layout, sizes)[kind]
     if kind.granularity == "per_tensor" and uniform((), gen) < 0.5:
         shape = ()
@@ -318,7 +322,7 @@ def _empty_scale(
 
 
 def _wild_base(h_kv: int, d: int, kind: ScaleKind | None, narrow: bool, gen: torch.Generator) -> torch.Tensor:
-    """(h_kv, d): the largest scale in each head or group; one for all where the granularity tells neither apart."""
+    """The largest scale in each head or group, (h_kv, d). It is one number if the granularity has neither."""
     heads = h_kv if kind is None or kind.granularity in ("per_head", "per_token_head", "per_group") else 1
     groups = d // kind.group_size if kind is not None and kind.group_size else 1
     low, high = (-3.0, 1.0) if narrow else (-6.0, 3.0)
@@ -344,7 +348,7 @@ def _fill(
     base: torch.Tensor | None,
     gen: torch.Generator,
 ) -> None:
-    """Write random tokens to places; a scale that all tokens share is chosen by the first of them."""
+    """Writes random tokens to slots. The first chunk of tokens determines a scale that all tokens share."""
     shared: torch.Tensor | None = None
     step = max(1, ELEMENTS_PER_CHUNK // (sizes.h_kv * sizes.d))
     for start in range(0, max(1, len(outer)), step):
@@ -367,7 +371,7 @@ def _fill(
 def _quantized(
     x: torch.Tensor, cache: ScaledCache, values: str, shared: torch.Tensor | None, gen: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Codes and scale of N(0,1) tokens (n, h_kv, d) after outliers are put in."""
+    """Codes and scale of N(0,1) tokens (n, h_kv, d) to which outliers are added."""
     if values == "channels":
         x[..., _outlier_channels(x.shape[-1])] *= OUTLIER_FACTOR
     elif values == "tokens":
@@ -382,7 +386,7 @@ def _quantized(
         return quantize(x, cache.kind, cache.scale.dtype, shared)
     scale = shared
     if scale is None:
-        # FP8 has 448 where INT8 has 127
+        # FP8 ends at 448, INT8 at 127
         scale = (quantize(x, cache.kind)[1] * (127 / FP8_MAX)).to(cache.scale.dtype)
     return (x / spread_scale(scale.float(), cache.kind)).clamp(-FP8_MAX, FP8_MAX).to(dtype), scale
 
@@ -390,7 +394,7 @@ def _quantized(
 def _wild_tokens(
     shape: tuple[int, int, int], cache: ScaledCache, base: torch.Tensor, gen: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Codes of the whole range, and scales that have nothing to do with them."""
+    """Codes of the whole range, and scales that do not depend on them."""
     kind, dtype, (n, h_kv, d) = cache.kind, cache.codes.dtype, shape
     if dtype == torch.uint8:
         shape = (n, h_kv, d // 2)
@@ -400,13 +404,13 @@ def _wild_tokens(
     else:
         codes = normal(shape, gen)
         codes = (codes * 64).clamp(-FP8_MAX, FP8_MAX).to(dtype) if dtype == torch.float8_e4m3fn else codes
-    # per token: half at full size, the others up to four decades below
+    # half of the tokens have full size, the others are up to four decades smaller
     own = (n, 1, 1) if kind is None or kind.granularity == "per_token" else (n, h_kv, 1)
     if kind is not None and kind.granularity == "per_group":
         own = (n, h_kv, d // kind.group_size)
     depth = 8 * (uniform(own, gen) - 0.5).clamp_min(0)
     jitter = 1 - 0.5 * uniform(own, gen)
-    drop = torch.pow(10.0, -depth) * jitter  # all different: bf16 would round equal ones by the same factor
+    drop = torch.pow(10.0, -depth) * jitter  # no two factors are equal: bf16 would round equal ones alike
     if kind is None or cache.scale is None:
         if dtype == torch.float8_e4m3fn:
             return codes, None
@@ -427,14 +431,14 @@ def _wild_tokens(
 
 @torch.no_grad()
 def gqa_yardstick(case: GqaCase) -> Yardstick:
-    """The decode in plain arithmetic of q's dtype, which is the output's.
+    """The decode in plain arithmetic of q's dtype, which is also the output's dtype.
 
-    Keys and values dequantized to it, scores and sums in float32, probabilities (relative to the row's maximum) and the
-    output rounded to it. The noise is in float64.
+    Keys and values are dequantized to q's dtype. Probabilities, relative to the row's maximum, and the output are
+    rounded to it. Scores and sums are float32, the noise float64.
 
-    Where tokens have value scales of their own, codes stay as they are and probabilities are multiplied by the scale
-    before they are rounded; to bfloat16, also if q is float16, whose exponents do not hold a product with any float32.
-    Over other caches of bytes P is float16, so what is below `P_CUT` is 0.
+    If tokens have their own value scales, codes stay as they are, and P times the scale is rounded. That product is
+    bfloat16 even if q is float16, whose range does not hold it. Over other 8-bit caches P is float16, so smaller
+    probabilities than `P_CUT` become 0.
     """
     q, s_aux, alibi_slopes = case.q, case.s_aux, case.alibi_slopes
     known = LAYOUTS[case.layout]
@@ -454,7 +458,7 @@ def gqa_yardstick(case: GqaCase) -> Yardstick:
     groups = value_groups(case.v_scale, known)
     width = d // groups if groups > 1 else default_width(d)
     token_scales = values_of.kind is not None and values_of.kind.granularity in TOKEN_SCALES
-    operand = torch.bfloat16 if token_scales else q.dtype  # what P is rounded to
+    operand = torch.bfloat16 if token_scales else q.dtype  # the dtype that P is rounded to
     least = 0.0 if token_scales or case.v_cache.element_size() > 1 else P_CUT
     for work in visible_keys(
         batch,
@@ -503,13 +507,13 @@ def gqa_yardstick(case: GqaCase) -> Yardstick:
                 )
                 key_errors[heads, seen] += rounding_noise(operand) * projections.of_keys(p, own).sum(dim=1)
         if values_of.kind is not None and values_of.kind.granularity == "per_token":
-            key_errors = key_errors.sum(dim=0)  # what one scale does to a P of 1 is the same in all heads
+            key_errors = key_errors.sum(dim=0)  # one scale changes a P of 1 in all heads alike
         shared[work.row] = key_errors.square().sum() / shared[work.row].numel()
     return Yardstick(*(tensor.flatten(2, 3) for tensor in (out, lse, noise, shared)))
 
 
 TOKEN_SCALES: Final = ("per_token", "per_token_head", "per_group")
-"""Granularities of value scales that P is multiplied by before it meets codes; the others wait for the end."""
+"""Granularities of value scales that multiply P before the product with codes. Other scales multiply the result."""
 
 
 def _value_operands(
@@ -520,12 +524,12 @@ def _value_operands(
     groups: int,
     dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Values (heads, n, d) float32, rounded to a dtype; or, without one, codes and their scales (heads, n, groups)."""
+    """Values (heads, n, d) float32 rounded to `dtype`; without a dtype, codes and their scales (heads, n, groups)."""
     if dtype is not None:
         return cache.take(outer, rows, heads, dtype).float().transpose(0, 1), None
     codes, scale = cache.parts(outer, rows, heads)
     assert scale is not None and cache.kind is not None
-    if codes.dtype == torch.uint8:  # of the vector, not of what is rotated: an error of P is the same in both
+    if codes.dtype == torch.uint8:  # the vector before its rotation: an error of P is the same in both
         own = (scale.contiguous().view(torch.int32) & -16).view(torch.float32).unsqueeze(-1)
         return (cache.take(outer, rows, heads, torch.float64) / own).float().transpose(0, 1), own.transpose(0, 1)
     spread = spread_scale(scale.float(), cache.kind).expand(*codes.shape[:2], -1)
@@ -533,7 +537,7 @@ def _value_operands(
 
 
 def spread_groups(scales: torch.Tensor, d: int) -> torch.Tensor:
-    """Scales (..., groups) as (..., d)."""
+    """Scales (..., groups), repeated to (..., d)."""
     return scales.repeat_interleave(d // scales.shape[-1], dim=-1)
 
 
@@ -549,7 +553,7 @@ def _rounded_product(
 
 
 def value_groups(v_scale: torch.Tensor | None, layout: CacheLayout) -> int:
-    """Groups of d that have value scales of their own, 1 if none have."""
+    """Number of groups of d that have their own value scales; 1 if there are none."""
     return v_scale.shape[layout.scale_axes("per_group").index("g")] if v_scale is not None and v_scale.ndim == 4 else 1
 
 
@@ -570,25 +574,23 @@ class GqaExpectation:
 
     @classmethod
     def of(cls, case: GqaCase) -> GqaExpectation:
-        """The expectation of one call."""
         groups = value_groups(case.v_scale, LAYOUTS[case.layout])
         return cls(*reference_gqa_decode(**case.arguments()), gqa_yardstick(case), groups)
 
     def check(self, out: torch.Tensor, lse: torch.Tensor | None, *, name: str = "gqa_decode") -> Comparison:
-        """Compares results with the expectation; arguments as in `check_gqa`."""
+        """Compares results with the expectation; the arguments are those of `check_gqa`."""
         width = self.out.shape[-1] // self.groups if self.groups > 1 else None
         return self.yardstick.compare(out, self.out, width=width, lse=lse, expected_lse=self.lse, name=name)
 
 
 def check_gqa(out: torch.Tensor, lse: torch.Tensor | None, case: GqaCase, *, name: str = "gqa_decode") -> Comparison:
-    """Compare a decode's results with the float64 oracle.
+    """Compares a decode's results with the float64 oracle.
 
     Where values have scales per group, the elements of a group are judged among themselves.
 
     Args:
         out: (batch, s_q, h_q, d), what the kernel wrote.
         lse: (batch, s_q, h_q) float32 or None.
-        case: the call.
-        name: leads the message.
+        name: first word of the message.
     """
     return GqaExpectation.of(case).check(out, lse, name=name)

@@ -1,4 +1,4 @@
-"""Checks of operators without a backward, over tensors that require gradients, on any device."""
+"""Checks of operators that have no backward, with tensors that require gradients, on any device."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from tests.kit.bad_input import TABLES
 
 NAMES = [name for name in TABLES if not name.startswith("sink_attention")]
 OPERATOR = {"flash_mla_with_kvcache": "mla_fp8_decode"}
-RENAMED = {"k_cache": "kv_cache", "attn_sink": "s_aux"}  # by compat.flash_mla, which says so
+RENAMED = {"k_cache": "kv_cache", "attn_sink": "s_aux"}  # names that compat.flash_mla uses in its errors
 
 
 def candidates(device: str) -> list[tuple[str, str]]:
-    """Each table with each tensor argument of its right call that can require gradients."""
+    """Each table with each tensor argument of its valid call that can require gradients."""
     return [
         (name, argument)
         for name in NAMES
@@ -33,7 +33,7 @@ def expected_words(name: str, argument: str) -> str:
 
 
 def require_refused(name: str, argument: str, device: str) -> None:
-    """With gradients enabled, the call raises an error that says so, and writes nothing."""
+    """Requires that with gradients enabled the call raises an error that says so, and writes nothing."""
     table, call = TABLES[name], TABLES[name].right(device)
     call[argument] = call[argument].requires_grad_()
     originals = {key: call[key].detach().clone() for key in table.outputs if isinstance(call.get(key), torch.Tensor)}
@@ -45,7 +45,7 @@ def require_refused(name: str, argument: str, device: str) -> None:
 
 
 def require_taken(name: str, argument: str, device: str) -> None:
-    """With gradients disabled, as in serving, a tensor that requires gradients is an input like any other."""
+    """Requires that with gradients disabled a tensor that requires gradients is an ordinary input, as in serving."""
     for mode in (torch.no_grad(), torch.inference_mode()):
         plain, call = TABLES[name].right(device), TABLES[name].right(device)
         call[argument] = call[argument].requires_grad_()
@@ -56,7 +56,7 @@ def require_taken(name: str, argument: str, device: str) -> None:
 
 
 def _results(name: str, call: dict[str, Any]) -> list[torch.Tensor]:
-    """All outputs of a call as detached tensors: what it returns and what it writes."""
+    """The results of a call as detached tensors: what it returns and what it writes."""
     result = TABLES[name].function(**call)
     returned = result if isinstance(result, tuple) else (result,)
     written = [call[key] for key in TABLES[name].outputs if isinstance(call.get(key), torch.Tensor)]

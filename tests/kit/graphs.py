@@ -1,4 +1,4 @@
-"""What CUDA graphs consist of."""
+"""What a CUDA graph consists of."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ def nodes(graph: torch.cuda.CUDAGraph) -> list[Any]:
 
 
 def launches(call: Callable[[], Any]) -> int:
-    """Kernels that a call launches; it has no other nodes, and runs once before."""
+    """Number of kernels that a call launches after a first run. The call must have no other graph nodes."""
     from cuda.bindings import runtime
 
     call()
@@ -31,7 +31,7 @@ def launches(call: Callable[[], Any]) -> int:
 
 
 def capture(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of a call that has run once, and what the call returned under capture."""
+    """A graph of a call that has run once, and what the call returned during capture."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

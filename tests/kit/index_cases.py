@@ -1,4 +1,4 @@
-"""Rows of logits in which a choice of the highest is hard, for `index_topk`, and caches of index keys."""
+"""Rows of logits whose highest ones are hard to choose, for `index_topk`, and caches of index keys."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fp8_mla.indexer import SCALE_RULES
 from tests.kit.draws import generator, integers, normal, uniform
 
 Draw = Callable[[tuple[int, int], torch.Generator], torch.Tensor]
-"""Of (rows, width) and a generator on the CPU."""
+"""Takes (rows, width) and a generator on the CPU."""
 
 
 def _words(shape: tuple[int, int], gen: torch.Generator) -> torch.Tensor:
-    """Any 32 bits: every exponent, NaN of all kinds, infinities now and then."""
+    """Random 32-bit patterns: every exponent, every kind of NaN, some infinities."""
     return integers(-(2**31), 2**31, shape, gen).int().view(torch.float32)
 
 
@@ -27,7 +27,7 @@ def _one_of(values: list[float]) -> Draw:
 
 
 def _plateau(value: float, higher: float) -> Draw:
-    """So many equal numbers that rank k is among them; a part of the row is higher, and as much is lower."""
+    """Rows in which rank k lies among many equal numbers; some numbers are higher, and as many are lower."""
 
     def draw(shape: tuple[int, int], gen: torch.Generator) -> torch.Tensor:
         drawn = uniform(shape, gen)
@@ -67,7 +67,7 @@ FAMILIES: dict[str, Draw] = {
     ),
     "integers": lambda *given: (8 * normal(*given)).round(),
 }
-"""By what they draw."""
+"""Families of rows, by name."""
 
 
 def logits_of(family: str, rows: int, width: int, seed: int = 0) -> torch.Tensor:
@@ -76,13 +76,13 @@ def logits_of(family: str, rows: int, width: int, seed: int = 0) -> torch.Tensor
 
 
 def lengths_around(topk: int, width: int) -> torch.Tensor:
-    """Lengths at which something changes, and some that no row has."""
+    """Lengths at which the algorithm changes, and some that no row can have."""
     found = (0, 1, 63, 64, 65, topk - 1, topk, topk + 1, topk + 3, 2 * topk, 511, 512, 513, width - 1, width)
     return torch.tensor([*found, -1, -(2**31), width + 1, 2**31 - 1], dtype=torch.int32, device="cpu")
 
 
 def table_of(batch: int, width: int, page_size: int, seed: int = 0) -> torch.Tensor:
-    """(batch, pages) int32 on the CPU: shuffled pages, some twice, some that no cache has."""
+    """(batch, pages) int32 on the CPU. Pages are shuffled, some come twice, and some do not exist."""
     gen = generator(seed)
     pages = -(-width // page_size)
     table = integers(0, 4 * pages, (batch, pages), gen, torch.int32)
@@ -92,7 +92,7 @@ def table_of(batch: int, width: int, page_size: int, seed: int = 0) -> torch.Ten
 
 
 def index_keys(tokens: int, dtype: torch.dtype) -> torch.Tensor:
-    """(tokens, 128) on the CPU: random magnitudes, then rows at which a rule of scales changes."""
+    """(tokens, 128) on the CPU: rows of random magnitudes, then rows at which a rule of scales changes."""
     gen = generator(0)
     k = normal((tokens, 128), gen) * (uniform((tokens, 1), gen) * 60 - 30).exp2()
     nearest = torch.finfo(dtype).eps
@@ -109,7 +109,7 @@ def index_keys(tokens: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def index_cache(num_pages: int, page_size: int, apart: int = 0, byte: int = 0xA5) -> torch.Tensor:
-    """(num_pages, page_size, 132) uint8 on the CPU, pages `apart` bytes apart: by default one after the other."""
+    """(num_pages, page_size, 132) uint8 on the CPU. Pages are `apart` bytes apart, by default adjacent."""
     apart = apart or page_size * 132
     whole = torch.full((num_pages * apart,), byte, dtype=torch.uint8, device="cpu")
     return whole.as_strided((num_pages, page_size, 132), (apart, 132, 1))
@@ -126,17 +126,17 @@ def index_call(
     max_pages: int | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Arguments of `index_decode` on the CPU: shuffled pages, and in all that no query sees codes and scales of NaN.
+    """Arguments of `index_decode` on the CPU. Pages are shuffled; codes and scales that no query sees are NaN.
 
     Args:
         seqlens: keys of each request.
-        s_q: queries of each.
-        heads: of the indexer.
+        s_q: queries of each request.
+        heads: heads of the indexer.
         page_size: keys of a page.
         apart: bytes from page to page; 0: one after the other.
-        exact: codes of -1, 0 and 1, weights and scales powers of two: every sum is exact, in any order.
-        max_pages: of the table; its tail holds numbers of no page.
-        seed: of all that is drawn.
+        exact: codes are -1, 0 and 1, weights and scales powers of two, so that every sum is exact in any order.
+        max_pages: width of the table; its tail names pages that do not exist.
+        seed: seed of everything that is drawn.
     """
     gen = generator(seed)
     batch, needed = len(seqlens), [-(-n // page_size) for n in seqlens]
@@ -179,7 +179,7 @@ def index_call(
 
 
 def on_gpu(call: dict[str, Any]) -> dict[str, Any]:
-    """The same call on a GPU; the cache keeps its strides."""
+    """The call on a GPU; the cache keeps its strides."""
     moved = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in call.items()}
     cache = call["k_cache"]
     whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(cache.untyped_storage()).cuda()

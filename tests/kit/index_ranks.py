@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks: each has all queries and index keys, and chooses alone."""
+"""Two tensor-parallel ranks that both have all queries and index keys and choose independently."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOPK = {"cpu": 64, "cuda": 2048}
 
 
 def differences(rank: int, device: str) -> Iterator[tuple[str, list[int]]]:
-    """By call, the ranks that chose otherwise. The last rank plans for a smaller card, which is busy meanwhile."""
+    """For each call, the ranks that chose differently. The last rank plans for a smaller card, which is kept busy."""
     torch.set_num_threads(1 + rank)
     busy = device == "cuda" and rank == WORLD - 1
     if device == "cuda":
@@ -42,7 +42,7 @@ def differences(rank: int, device: str) -> Iterator[tuple[str, list[int]]]:
 
 
 def _load() -> None:
-    """Work on another stream, of some milliseconds."""
+    """Some milliseconds of work on another stream."""
     with torch.cuda.stream(torch.cuda.Stream()):
         a = torch.ones(4096, 4096, dtype=torch.bfloat16, device="cuda")
         for _ in range(20):
@@ -50,7 +50,7 @@ def _load() -> None:
 
 
 def _choices(device: str) -> dict[str, Any]:
-    """Functions without arguments: exact sums with many ties, zeros alone, sums of any kind, and logits of others."""
+    """Functions without arguments: exact sums with many ties, zeros, arbitrary sums, and logits of another source."""
     lengths, topk = LENGTHS[device], TOPK[device]
     exact = index_call(lengths, s_q=2, heads=16, exact=True)
     calls = {

@@ -1,4 +1,4 @@
-"""A cache directory of its own for a test and its child processes, and a count of what was compiled."""
+"""A cache directory for a test and its child processes, and a count of the kernels compiled."""
 
 import dataclasses
 import os
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def printed(code: str) -> str:
-    """What a new Python process in the checkout prints; it must succeed."""
+    """What a new Python process in the checkout prints. The process must succeed."""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -18,15 +18,15 @@ def printed(code: str) -> str:
 
 @dataclasses.dataclass
 class Place:
-    """A cache directory and a log of who compiled a tiny kernel."""
+    """A cache directory and a log of every compilation of a tiny kernel."""
 
     directory: Path
     log: Path
 
     def start(self, code: str, **environment: str) -> "subprocess.Popen[str]":
-        """A Python process that runs `code` with this cache, not in the checkout: `python -c` looks there first.
+        """A Python process that runs `code` with this cache, outside the checkout, from which `python -c` would import.
 
-        Where the code does not name torch, tvm_ffi does not find it either, which saves 1.2 s.
+        If the code does not name torch, tvm_ffi cannot import it either, which saves 1.2 s.
         """
         if "torch" not in code:
             code = f"import sys; sys.modules['torch'] = None\n{code}"
@@ -43,9 +43,8 @@ class Place:
         return out
 
     def compilations(self) -> int:
-        """How many tiny kernels were compiled."""
         return len(self.log.read_text().splitlines()) if self.log.exists() else 0
 
     def files(self) -> list[str]:
-        """Names in the directory, other than those of locks."""
+        """Names of the files in the directory, without locks."""
         return sorted(path.name for path in self.directory.iterdir() if path.suffix != ".lock")

@@ -5,4 +5,4 @@ from typing import Final
 from cute_kernels.gqa.layouts import CacheLayout
 
 SBNH: Final = CacheLayout("SBNH", "sbhd", "sbhd")
-"""Tokens, batch, heads, d. Tests add it to `LAYOUTS`, and to nothing else."""
+"""Axes: tokens, batch, heads, d. Tests add this layout to `LAYOUTS` and to nothing else."""

@@ -8,14 +8,14 @@ HALF_ULP: Final = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float
 SUM_ERROR: Final = 4e-6
 """Error of float32 weights and sums, relative to the sum of magnitudes."""
 EXPONENT_ERROR: Final = 2.25 * 2.0**-24
-"""Error of a weight exp(-x) = exp2(-x log2 e), relative to it, for each unit of x: half an ulp of the difference x and
-of the product, at most 2**-24 of each, and that of log2 e, 2**-26. x is the distance to the largest, be it the sink."""
+"""Error of a weight exp(-x) = exp2(-x log2 e), relative to it, per unit of x. The difference x and the product err by
+half an ulp each, at most 2**-24, and log2 e by 2**-26. x is the distance to the largest state or to the sink."""
 
 
 def merge_problems(
     out: torch.Tensor, lse: torch.Tensor, outs: torch.Tensor, lses: torch.Tensor, sink: torch.Tensor | None
 ) -> list[str]:
-    """What is wrong with merged states, compared with float64."""
+    """Problems of merged states, compared with float64."""
     values = torch.where((lses == -torch.inf).unsqueeze(-1), 0.0, outs.double())
     total = torch.logsumexp(lses.double(), dim=0)
     weights = torch.where(total == -torch.inf, 0.0, torch.exp(lses.double() - total))

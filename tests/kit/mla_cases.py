@@ -34,7 +34,7 @@ from tests.kit.draws import generator, integers, normal, uniform
 
 POISON_BYTE: Final = 0xFF
 TOKENS_PER_CHUNK: Final = 1 << 18
-"""Tokens made at a time: 600 MB of float32 latents."""
+"""Number of tokens made at a time: 600 MB of float32 latents."""
 INT32_MAX: Final = 2**31 - 1
 OUTLIER_CHANNELS: Final = (3, 77, 200, 301, 500)
 OUTLIER_FACTOR: Final = 20.0
@@ -55,13 +55,13 @@ FORMS: Final = (
     (("v4.1", "v4.1_fp4"), "planar"),
     (("v4.1", "v4.1_fp4"), "interleaved"),
 )
-"""Formats of one cache or two, and `cache_layout`: all that `mla_fp8_decode` takes but one cache of V3.2."""
+"""Formats of one or two caches, and `cache_layout`: all that `mla_fp8_decode` takes, except one cache of V3.2."""
 SCALE_KINDS: Final = ("absmax", "power_of_two", "arbitrary", "mixed", "rare")
 """How the scales of one cache of V3.2 are chosen:
 
 absmax         N(0,1) latents quantized by `fp8_mla.pack`
-power_of_two   the same with every scale rounded up to a power of two: dequantization to bf16 is exact
-arbitrary      the same with every scale made larger by a random factor in [1, 2)
+power_of_two   like absmax, with every scale rounded up to a power of two: dequantization to bf16 is exact
+arbitrary      like absmax, with every scale made larger by a random factor in [1, 2)
 mixed          scales from 1e-30 to 1e30, between the four tiles of a token and between tokens within one tile column
 rare           absmax, but one token in 97 has scales far above or below the others and one in 89 a huge rope part
 """
@@ -75,13 +75,13 @@ rare    one token in 50 is 2^6 times the others, one in 50 is 2^-20 of them
 """
 MIXED_EXPONENTS: Final = (0, 6, -6, 3)
 QUERY_SIZE: Final = 3.0
-"""Standard deviation of the logits that a query is drawn for, at which the softmax is as peaked as in trained models.
-A kernel must score exact keys to hold a log-sum-exp within 2e-5 here: with scores summed in float32 it is off by 8e-6
-at most over every kind of scale, with keys rounded to bf16 by 2e-2 to 1e-1 (all but power_of_two)."""
+"""Standard deviation of the logits that a query is drawn for. At this value the softmax is as peaked as in trained
+models. A kernel must score exact keys to hold a log-sum-exp within 2e-5 here: scores summed in float32 are off by at
+most 8e-6 for every kind of scale, keys rounded to bf16 by 2e-2 to 1e-1 (except for power_of_two)."""
 
 
 def encode(tiles: torch.Tensor, scale: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """Tokens with scales of one's own choice; `fp8_mla.pack` chooses them itself.
+    """Tokens with given scales, whereas `fp8_mla.pack` chooses scales itself.
 
     Args:
         tiles: (n, 4, 128) float32, the values *divided* by their scale; rounded to e4m3, saturating at 448.
@@ -103,8 +103,6 @@ def latent_tokens(n: int, gen: torch.Generator, *, scales: str = "absmax", outli
     """(n, 656) uint8 random tokens, none of them poisoned.
 
     Args:
-        n: number of tokens.
-        gen: decides values and device.
         scales: one of `SCALE_KINDS`.
         outliers: multiply five channels by 20, as trained models have them. Not with "mixed".
     """
@@ -126,12 +124,12 @@ def _chunk_of_tokens(n: int, gen: torch.Generator, scales: str, outliers: bool) 
         latents[:, list(OUTLIER_CHANNELS)] *= OUTLIER_FACTOR
     absmax = tiles.abs().amax(dim=-1) / FP8_MAX
     if scales == "power_of_two":
-        # in the bits, so that it is exact on every device: up to the next exponent, and the fraction off
+        # rounds up to a power of two in the bits, which is exact on every device
         scale = ((absmax.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     elif scales == "arbitrary":
         scale = absmax * (1 + uniform(absmax.shape, gen))
     elif scales == "rare":
-        # 200 to 400 leaves codes near e4m3's smallest, 2^-30 to 2^-29 tokens near zero: both too far out for float16
+        # scales stay below 200 or above 400: e4m3's smallest codes, 2^-30 to 2^-29, would leave float16's range
         far = uniform(absmax.shape, gen) + 1
         above = uniform((n, 1), gen) < 0.5
         factor = torch.where(above, 200.0, torch.full_like(far[:, :1], 2.0**-30))
@@ -143,7 +141,7 @@ def _chunk_of_tokens(n: int, gen: torch.Generator, scales: str, outliers: bool) 
 
 
 def _mixed_scales(n: int, gen: torch.Generator) -> torch.Tensor:
-    """(n, 4): the base size of each tile column, and below it tokens a few or up to 60 decades smaller."""
+    """(n, 4): a base size for each tile column, and tokens that are a few decades or up to 60 decades smaller."""
     base = torch.tensor(MIXED_DECADES, dtype=torch.float32, device=gen.device)
     kind, depth = uniform((n, NUM_SCALES), gen), uniform((n, NUM_SCALES), gen)
     drop = torch.where(kind < 0.5, 0.0, torch.where(kind < 0.8, 4 * depth, 60 * depth))
@@ -152,11 +150,10 @@ def _mixed_scales(n: int, gen: torch.Generator) -> torch.Tensor:
 
 
 def query_factor(scales: str, device: torch.device | str = "cpu", *, size: float = QUERY_SIZE) -> torch.Tensor:
-    """(576,) float32: N(0,1) times this is a query whose logits over such a cache have the standard deviation `size`.
+    """(576,) float32. N(0,1) times these factors is a query whose logits have the standard deviation `size`.
 
     Args:
         scales: one of `SCALE_KINDS`.
-        device: where to put it.
         size: standard deviation of the logits.
     """
     factor = torch.full((QK_DIM,), size, dtype=torch.float32, device=device)
@@ -166,7 +163,7 @@ def query_factor(scales: str, device: torch.device | str = "cpu", *, size: float
         factor[:NOPE_DIM] /= largest.repeat_interleave(QUANT_TILE)
     if scales == "rare":
         factor[NOPE_DIM:] *= 2.0**-17
-        factor[:NOPE_DIM] /= 2.0  # tokens with scales around 300 hold values of e4m3's coarsest kind, around +-1
+        factor[:NOPE_DIM] /= 2.0  # tokens with scales around 300 hold e4m3's coarsest values, around +-1
     return factor
 
 
@@ -182,7 +179,7 @@ def tokens_of(n: int, name: str, gen: torch.Generator, sizes: str = "absmax") ->
 
 
 def _columns(d_qk: int, device: torch.device | str) -> torch.Tensor:
-    """(d_qk,): powers of two, each for 128 neighbouring elements."""
+    """(d_qk,): a power of two for each 128 neighbouring elements."""
     exponents = torch.tensor(MIXED_EXPONENTS, dtype=torch.float32, device=device)
     columns = torch.ones(d_qk, dtype=torch.float32, device=device)
     columns[:512] = torch.exp2(exponents).repeat_interleave(128)
@@ -190,7 +187,7 @@ def _columns(d_qk: int, device: torch.device | str) -> torch.Tensor:
 
 
 def strided(values: torch.Tensor, fill: float = float("nan")) -> torch.Tensor:
-    """The same values in a larger buffer: not contiguous, last stride 1, rows aligned to 16 bytes, `fill` around."""
+    """The values in a larger buffer full of `fill`: not contiguous, last stride 1, rows aligned to 16 bytes."""
     shape = values.shape
     buffer = values.new_full((shape[0] + 1, *(size + 2 for size in shape[1:-1]), shape[-1] + 64), fill)
     window = [slice(1, None), *(slice(1, 1 + size) for size in shape[1:-1]), slice(0, shape[-1])]
@@ -200,7 +197,7 @@ def strided(values: torch.Tensor, fill: float = float("nan")) -> torch.Tensor:
 
 
 class PoisonedOutput:
-    """An output buffer full of NaN that remembers how it was, so that a write next to it is found.
+    """An output buffer full of NaN that keeps a copy of itself, so that it can find stray writes.
 
     tensor   the view to pass as `out=` or `lse=`; not contiguous when `padded`, its rows at multiples of 16 bytes
     """
@@ -212,11 +209,11 @@ class PoisonedOutput:
         self._before = self._storage.clone()
 
     def poison(self) -> None:
-        """Fill with NaN again, for a second call into the same memory."""
+        """Fills the buffer with NaN again, for a second call."""
         self._storage.copy_(self._before)
 
     def require_no_stray_writes(self) -> None:
-        """Raise AssertionError if a byte outside the view changed."""
+        """Raises AssertionError if a byte outside the view changed."""
         kept = self.tensor.clone()
         self.tensor.fill_(float("nan"))
         changed = int((self._storage != self._before).sum())
@@ -227,7 +224,7 @@ class PoisonedOutput:
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """One call of `mla_fp8_decode`; tensors as in its docstring."""
+    """One call of `mla_fp8_decode`. The tensors are those of its docstring."""
 
     q: torch.Tensor
     kv_cache: torch.Tensor
@@ -246,15 +243,15 @@ class DecodeCase:
     extra_cache_format: str | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """All arguments by name, as the decode, the oracle and the emulation take them."""
+        """Arguments by name, as the decode, the oracle and the emulation take them."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def options(self) -> dict[str, Any]:
-        """The keyword arguments: all but q and kv_cache."""
+        """The keyword arguments: those other than q and kv_cache."""
         return {name: value for name, value in self.arguments().items() if name not in ("q", "kv_cache")}
 
     def rows(self, rows: Sequence[int]) -> DecodeCase:
-        """The same call for some of the batch rows only, over the same cache."""
+        """The call for some of the batch rows only, over the whole cache."""
         pick = torch.tensor(list(rows), dtype=torch.long, device=self.q.device)
         per_row = (
             "q", "indices", "topk_length", "block_table", "cache_seqlens", "extra_indices", "extra_topk_length",
@@ -263,7 +260,6 @@ class DecodeCase:
         return dataclasses.replace(self, **chosen)
 
     def outputs(self, *, padded: bool = False) -> tuple[PoisonedOutput, PoisonedOutput]:
-        """Poisoned buffers for out and lse."""
         shape = self.q.shape[:3]
         out = PoisonedOutput((*shape, V_DIM), torch.bfloat16, self.q.device, padded=padded)
         return out, PoisonedOutput(tuple(shape), torch.float32, self.q.device, padded=padded)
@@ -291,32 +287,27 @@ def sparse_case(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> DecodeCase:
-    """A sparse decode over one cache or two, whose index lists hold everything the contract allows.
+    """A sparse decode over one or two caches, whose index lists hold everything that the contract allows.
 
     A quarter of the slots is poisoned. Lists are drawn with repetition from the others. With `invalid`, a tenth of the
     entries is out of range (negative, at the cache's end, the extremes of int32) and every seventh query has no valid
     entry at all. Entries past `topk_length` point at poisoned slots.
 
     Args:
-        formats: of the cache, or of both.
-        cache_layout: of both.
-        batch: requests.
-        h_q: query heads.
+        formats: format of the cache, or formats of both caches.
+        cache_layout: layout of their pages.
         s_q: queries of each request.
         topk: entries of each query's list.
-        extra_topk: those of its list for the second cache.
-        page_size: tokens of a page.
-        extra_page_size: those of the second cache.
+        extra_topk: entries of its list for the second cache.
+        extra_page_size: tokens of a page of the second cache.
         num_slots: tokens of each cache, rounded up to whole pages.
-        scales: one of `SCALE_KINDS`; of other caches than one of V3.2 one of `SIZE_KINDS`.
-        outliers: as in `latent_tokens`; of one cache of V3.2 alone.
-        invalid: put invalid entries in.
+        scales: one of `SCALE_KINDS` for a single V3.2 cache, otherwise one of `SIZE_KINDS`.
+        outliers: as in `latent_tokens`, for a single V3.2 cache only.
+        invalid: whether lists have invalid entries.
         lengths: "none", or a `topk_length` per "batch" row or per "query": 0, 1, topk, more, negative, random.
         sink: "none", "finite", or "inf": finite ones with some +inf and some -inf among them.
-        padded: q, indices and the caches' pages not contiguous.
-        query_size: standard deviation of the logits, about.
-        seed: of the generator.
-        device: of all tensors.
+        padded: whether q, indices and the caches' pages are not contiguous.
+        query_size: approximate standard deviation of the logits.
     """
     gen = generator(seed, device)
     given: dict[str, Any] = {}
@@ -342,7 +333,7 @@ def sparse_case(
 
 
 def _named(formats: Sequence[str], argument: str, name: str) -> dict[str, str]:
-    """The argument that names a format: no call over one cache of V3.2 has to."""
+    """The `cache_format` argument, which a call over one cache of V3.2 does not need."""
     return {} if tuple(formats) == V3_2 else {argument: name}
 
 
@@ -355,7 +346,7 @@ def index_lists(
     invalid: bool,
     lengths: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Indices (batch, s_q, topk) and `topk_length` or None, as `sparse_case` says; `good` slots are not poisoned."""
+    """Indices (batch, s_q, topk), and `topk_length` or None, as `sparse_case` says; `good` slots hold no poison."""
     batch, s_q, topk = shape
     indices = good[integers(0, len(good), (batch, s_q, topk), gen)].int()
     if invalid:
@@ -400,23 +391,16 @@ def dense_case(
 ) -> DecodeCase:
     """A dense decode over the pages of a `block_table`.
 
-    Slots that no sequence uses are poisoned, those at the end of its last page as well.
+    Slots that no sequence uses are poisoned, also those at the end of its last page.
 
     Args:
-        cache_format: of the cache.
-        cache_layout: of its pages.
+        cache_format: format of the cache.
+        cache_layout: layout of its pages.
         seqlens: tokens of each sequence, 0 allowed; their number is the batch.
-        h_q: query heads.
         s_q: queries of each request.
-        page_size: tokens of a page.
         causal: as the decode takes it.
-        scales: as in `sparse_case`, and so are `outliers` and `query_size`.
-        outliers: see there.
-        sink: as in `sparse_case`.
-        padded: q, block table and the cache's pages not contiguous.
-        query_size: see there.
-        seed: of the generator.
-        device: of all tensors.
+        scales, outliers, sink, query_size: as in `sparse_case`.
+        padded: whether q, block table and the cache's pages are not contiguous.
     """
     gen, formats = generator(seed, device), (cache_format,)
     batch, lengths = len(seqlens), torch.tensor(list(seqlens), dtype=torch.int64, device="cpu")
@@ -477,7 +461,7 @@ def sink_logits(h_q: int, kind: str, gen: torch.Generator) -> torch.Tensor | Non
 
 
 def ragged_lengths(batch: int, longest: int, page_size: int, seed: int) -> list[int]:
-    """Sequence lengths up to `longest`: 0, around every boundary (tiles of 64 keys, pages), and random ones."""
+    """Sequence lengths up to `longest`: 0, lengths around every border (tiles of 64 keys, pages), and random ones."""
     boundaries = {0, 1, 2, longest}
     for unit in (64, 128, page_size, 2 * page_size):
         boundaries |= {unit - 1, unit, unit + 1}
@@ -523,9 +507,9 @@ def paged(
     *,
     padded: bool = True,
 ) -> torch.Tensor:
-    """(num_pages, page_size, bytes) with tokens of a format in the slots of `used` and poison everywhere else.
+    """(num_pages, page_size, bytes) with tokens of a format in the slots of `used` and poison in all others.
 
-    Pages are as far apart as their bytes and 16-byte alignment ask for; padded, 48 bytes further.
+    Pages are as far apart as their bytes and 16-byte alignment need; if padded, 48 bytes further.
     """
     size = FORMATS[name].token_bytes
     page_bytes = page_size * size
@@ -549,13 +533,13 @@ def _tokens(
 def _query(
     shape: tuple[int, ...], formats: Sequence[str], gen: torch.Generator, scales: str, query_size: float, padded: bool
 ) -> torch.Tensor:
-    """(*shape, d_qk), for logits of a standard deviation of about `query_size`."""
+    """(*shape, d_qk) queries whose logits have a standard deviation of about `query_size`."""
     d_qk = FORMATS[formats[0]].d_qk
     q = normal((*shape, d_qk), gen)
     if tuple(formats) == V3_2:
         q *= query_factor(scales, gen.device, size=query_size)
     else:
-        # logits of large tokens, too: a probability below 2^-31 of the largest is 0 in float16
+        # this counts large tokens, too: a probability below 2^-31 of the largest is 0 in float16
         q *= query_size / 64 if scales == "rare" else query_size
         q /= _columns(d_qk, gen.device) if scales == "mixed" else 1
     return strided(q.bfloat16()) if padded else q.bfloat16()
@@ -568,7 +552,7 @@ def _complement(chosen: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def strided_int(values: torch.Tensor) -> torch.Tensor:
-    """The same int32 values with a row stride of their own; what lies between would be a wild slot."""
+    """The int32 values with a larger row stride; between the rows are numbers that would be wild slots."""
     wide = values.new_full((*values.shape[:-1], values.shape[-1] + 3), INT32_MAX)
     view = wide[..., : values.shape[-1]]
     view.copy_(values)

@@ -12,20 +12,20 @@ from tests.kit import tiny_models
 
 LENGTHS: Final = (7, 20, 1, 13)
 KINDS: Final = ("positions", "kwargs", "tail restarts", "tail counts on", "tail past cu_seq_lens", "left", "right")
-"""Packed: by positions that restart, by borders, and with tokens at the end so that all are a multiple of 64, as trl's
-collator adds them. Padded: on the left and on the right."""
+"""Ways to batch. Packed: with positions that restart, with borders, or with extra tokens at the end up to a multiple of
+64, as trl's collator adds them. Padded: on the left or on the right."""
 MULTIPLE: Final = 64
 
 
 class Batch(NamedTuple):
-    """What a model is called with, and (row, first token, tokens) of each sequence."""
+    """The arguments of a model, and for each sequence its row, first token and number of tokens."""
 
     inputs: dict[str, Any]
     places: list[tuple[int, int, int]]
 
 
 class Gradients(NamedTuple):
-    """The summed loss, and gradients by parameter in float32."""
+    """The summed loss, and float32 gradients by parameter."""
 
     loss: float
     of: dict[str, torch.Tensor]
@@ -37,7 +37,7 @@ def sequences() -> list[torch.Tensor]:
 
 
 def batch(kind: str, device: str = "cpu") -> Batch:
-    """All sequences as one batch of a kind of `KINDS`."""
+    """One batch of all sequences; `kind` is one of `KINDS`."""
     if kind in ("left", "right"):
         most = max(LENGTHS)
         ids = torch.zeros(len(LENGTHS), most, dtype=torch.int64, device="cpu")
@@ -70,17 +70,16 @@ def _count(first: int, end: int) -> torch.Tensor:
 
 
 def model(name: str, **more: Any) -> Any:
-    """A bfloat16 model with random weights, in training."""
+    """A bfloat16 model with random weights, in training mode."""
     return tiny_models.untrained(name, **more).bfloat16().train()
 
 
 def _loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Of one sequence: the sum over its tokens but the first."""
+    """The loss of one sequence: the sum over its tokens except the first."""
     return torch.nn.functional.cross_entropy(logits[:-1].float(), ids[1:], reduction="sum")
 
 
 def loss_of(logits: torch.Tensor, given: Batch) -> torch.Tensor:
-    """The sum over all sequences of a batch."""
     ids = given.inputs["input_ids"]
     parts = [(row, slice(first, first + n)) for row, first, n in given.places]
     return torch.stack([_loss(logits[row, own], ids[row, own]) for row, own in parts]).sum()
@@ -93,13 +92,13 @@ def _gradients(model: Any, loss: torch.Tensor) -> Gradients:
 
 
 def gradients(model: Any, given: Batch, forward: Callable[..., Any] | None = None) -> Gradients:
-    """Of a model on a batch, by the model itself or what it was compiled to."""
+    """Loss and gradients of a model on a batch; `forward` may be a compiled version of the model."""
     logits = (model if forward is None else forward)(**given.inputs, use_cache=False).logits
     return _gradients(model, loss_of(logits, given))
 
 
 def alone(model: Any, attention: str) -> Gradients:
-    """Of each sequence in a call by itself, and summed."""
+    """Loss and gradients of each sequence in a call by itself, summed."""
     model.set_attn_implementation(attention)
     device = next(model.parameters()).device
     rows = [one.to(device) for one in sequences()]
@@ -108,12 +107,10 @@ def alone(model: Any, attention: str) -> Gradients:
 
 
 def require_close(name: str, run: Callable[[Any], Gradients], device: str = "cpu") -> None:
-    """Raises AssertionError where "cute" is further from float32 than twice what eager attention in bfloat16 is.
+    """Raises AssertionError if "cute" is more than twice as far from float32 as eager attention in bfloat16 is.
 
     Args:
-        name: of the model.
-        run: returns what a model with "cute" has on a batch.
-        device: of the models.
+        run: returns the loss and gradients of a model with "cute".
     """
     exact = alone(model(name).float().to(device), "eager")
     rounded = alone(model(name).to(device), "eager")

@@ -1,4 +1,4 @@
-"""Ranks of one process, on one GPU: the kernel that exchanges and merges, without symmetric memory.
+"""Ranks in one process on one GPU: the kernel that exchanges and merges partials, without symmetric memory.
 
 Tests run it in a process of its own: a wait in vain ends in a trap, after which the process has no GPU.
 """
@@ -18,12 +18,12 @@ from tests.kit.draws import generator, normal, uniform
 
 LIMIT_NS: Final = 20 * 10**9
 START: Final = 2**31 - 302
-"""A number of launches to begin with."""
+"""Number of the first launch."""
 WIDTHS: Final = [
     (512, torch.bfloat16), (128, torch.bfloat16), (72, torch.float16), (512, torch.float32), (8, torch.float16)
 ]  # fmt: skip
 GROUPS: Final = [(1, (2, 1, 8)), (3, (2, 2, 12)), (4, (5, 7, 24)), (8, (1, 1, 128))]
-"""Ranks, and (batch, s_q, heads): fewer rows than CTAs, and up to seven for each."""
+"""Ranks, and (batch, s_q, heads), with fewer rows than CTAs and with up to seven rows per CTA."""
 CASES: Final = {
     f"{world_size} ranks, {shape}, d {d}, {dtype}, sink {sink}, {heads}": (world_size, shape, d, dtype, sink, heads)
     for (world_size, shape), (d, dtype), sink, heads in itertools.product(
@@ -33,7 +33,7 @@ CASES: Final = {
 
 
 class Partials(NamedTuple):
-    """Of all ranks: outs (ranks, ..., heads, d), lses (ranks, ..., heads), and what they merge to."""
+    """Partials of all ranks: outs (ranks, ..., heads, d), lses (ranks, ..., heads), and their merged result."""
 
     outs: torch.Tensor
     lses: torch.Tensor
@@ -45,7 +45,7 @@ class Partials(NamedTuple):
 def partials(
     world_size: int, shape: tuple[int, ...], d: int, dtype: torch.dtype, has_sink: bool, seed: int
 ) -> Partials:
-    """Drawn alike on every rank. Some states are empty, with outputs of NaN, and so is one whole row."""
+    """Partials that are equal on every rank. Some states and one whole row are empty, with outputs of NaN."""
     gen = generator(seed, "cuda")
     outs = normal((world_size, *shape, d), gen).to(dtype)
     lses = 3 * normal((world_size, *shape), gen)
@@ -58,13 +58,13 @@ def partials(
 
 
 def own_heads(given: Partials, rank: int, world_size: int, heads: str) -> slice:
-    """Of the heads that a rank gets."""
+    """The part of the partials with the heads that a rank gets."""
     own = given.lse.shape[-1] // world_size
     return slice(rank * own, (rank + 1) * own) if heads == "scatter" else slice(None)
 
 
 class Result(NamedTuple):
-    """Poisoned tensors that a rank writes, what they should be, and the sinks of its heads."""
+    """Poisoned tensors that a rank writes, their expected values, and the sinks of its heads."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -84,7 +84,7 @@ class Result(NamedTuple):
 
 
 class Ranks:
-    """Buffers of ranks that are all in this process."""
+    """Buffers of ranks that all live in this process."""
 
     def __init__(self, world_size: int, half_bytes: int) -> None:
         size = buffer_bytes(half_bytes)
@@ -108,7 +108,7 @@ class Ranks:
 
 
 def packed(given: Partials, rank: int) -> torch.Tensor:
-    """A rank's rows as they are sent; what pads them is never read."""
+    """A rank's rows as they are sent. Padding is never read."""
     values = given.outs[rank].contiguous().view(torch.uint8)
     lse = given.lses[rank].unsqueeze(-1).contiguous().view(torch.uint8)
     padding = torch.full((*lse.shape[:-1], 12), 0x7F, dtype=torch.uint8, device="cuda")
@@ -118,7 +118,7 @@ def packed(given: Partials, rank: int) -> torch.Tensor:
 def one_after_the_other(
     world_size: int, shape: tuple[int, ...], d: int, dtype: torch.dtype, sink: bool, heads: str
 ) -> list[str]:
-    """Problems where flags are there from the beginning and nobody waits; in the second round states are there too."""
+    """Problems if all flags are set beforehand, so that nobody waits. In the second round states are there, too."""
     given = partials(world_size, shape, d, dtype, sink, seed=d)
     rows = shape[0] * shape[1] * shape[2] // (1 if heads == "gather" else world_size)
     ranks = Ranks(world_size, needed_bytes(rows, d, dtype, world_size))
@@ -134,7 +134,7 @@ def one_after_the_other(
     problems += [f"rank {rank} has other bits" for rank, result in enumerate(found) if not result.is_right()]
     expected = torch.zeros_like(ranks.flags)
     expected[:, :world_size] = 2
-    expected[:, :world_size, :rows] = 1  # CTAs without rows store no flag, and no rank one for itself
+    expected[:, :world_size, :rows] = 1  # CTAs without rows set no flag, and no rank sets one for itself
     each = torch.arange(world_size, dtype=torch.int64, device="cuda")
     expected[each, each] = 2
     if not torch.equal(ranks.flags, expected):
@@ -145,7 +145,7 @@ def one_after_the_other(
 
 
 def at_the_same_time(heads: str) -> list[str]:
-    """Problems of two ranks on two streams of a graph, where each waits for the other one in both halves.
+    """Problems of two ranks on two streams of a graph, where each waits for the other in both halves.
 
     The number of the launch passes 2^31 on the way, which takes 8 days at 3000 launches a second.
     """
@@ -153,7 +153,7 @@ def at_the_same_time(heads: str) -> list[str]:
     ranks = Ranks(2, needed_bytes(256 if heads == "gather" else 128, 512, torch.bfloat16, 2))
     sent = [packed(inputs[0], rank) for rank in range(2)]
     made = [Result.of(inputs[0], rank, 2, heads) for rank in range(2)]
-    # to load a kernel waits for all that runs, so it is loaded here, where the flags let nobody wait
+    # loading a kernel waits for all running work, so load it here, where no kernel waits for a flag
     ranks.flags[:, :2] = START + 1
     ranks.counts.fill_(START)
     for rank in range(2):
@@ -187,6 +187,5 @@ def at_the_same_time(heads: str) -> list[str]:
 
 
 def kernel_alone(rank: int) -> list[tuple[str, Any]]:
-    """Problems by name."""
     found = [(name, one_after_the_other(*case)) for name, case in CASES.items()]
     return found + [(f"two at a time, {heads}", at_the_same_time(heads)) for heads in ("gather", "scatter")]

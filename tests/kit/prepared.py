@@ -1,4 +1,4 @@
-"""Launches that are prepared before a test, as if an earlier call on a GPU had done it, and what stands for kernels."""
+"""Launches that are prepared before a test, as if by an earlier call on a GPU, and stand-ins for compiled kernels."""
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +23,9 @@ class _Learning(dict[Any, Any]):
 
 
 def prepare(monkeypatch: pytest.MonkeyPatch, module: Any, launch: Any, *requests: Mapping[str, Any]) -> None:
-    """Prepares `launch` in a module that launches, for some requests and for no others.
+    """Prepares `launch` in a module for the given requests, and for no other.
 
-    Launches it once for each of them, from which it learns the key.
+    It makes each request once to learn its key.
     """
     learned = _Learning(launch)
     monkeypatch.setattr(module, "_prepared", learned)
@@ -37,7 +37,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch, module: Any, launch: Any, *requests
 
 
 def launch_of(module: Any) -> Callable[[Mapping[str, Any]], Any]:
-    """The function of a module that looks up what is prepared."""
+    """The function of a module that looks up prepared launches."""
     return module.launch if hasattr(module, "launch") else module._launch
 
 
@@ -45,9 +45,9 @@ NUMBERS: Final = {"Float32": float, "Int32": int, "Int64": int, "NoneType": type
 
 
 def refusal(declared: Sequence[Any], arguments: Sequence[Any]) -> str:
-    """Why a compiled kernel would not take arguments: kinds, dtypes, sizes, also equal ones, strides, addresses.
+    """Why a compiled kernel would refuse arguments: kinds, dtypes, sizes and their equality, strides or addresses.
 
-    Integers of one size pass for each other, as with compiled kernels. Empty if it would take them.
+    Integer dtypes of equal size pass for each other, as in compiled kernels. Empty if the kernel would take them.
     """
     if len(arguments) != len(declared):
         return f"{len(arguments)} arguments"
@@ -62,7 +62,7 @@ def refusal(declared: Sequence[Any], arguments: Sequence[Any]) -> str:
         same = got.dtype is wanted or (
             got.dtype.itemsize == wanted.itemsize and not got.is_floating_point() and not wanted.is_floating_point
         )
-        align = min(fake._assumed_align, 64)  # which memory of a CPU has
+        align = min(fake._assumed_align, 64)  # memory of a CPU has no larger alignment
         if not same or got.data_ptr() % align or got.dim() != len(shape):
             return f"argument {place}: {got.dtype} {got.dim()}, {got.data_ptr() % align} beyond"
         for size, stride, n, step in zip(shape, fake.stride, got.shape, got.stride(), strict=True):
@@ -74,14 +74,14 @@ def refusal(declared: Sequence[Any], arguments: Sequence[Any]) -> str:
 
 
 def declared_by(spec: Any) -> tuple[Any, ...]:
-    """What the kernel of a specification is compiled from, all except the stream."""
+    """The arguments that the kernel of a spec is compiled for, without the stream."""
     module, _, name = spec.kernel.partition(":")
     arguments: tuple[Any, ...] = getattr(importlib.import_module(module), name)(spec).fake_arguments()[:-1]
     return arguments
 
 
 class DeclaredKernel:
-    """Stands for compiled kernels of some specifications: keeps what one of them takes, and refuses all else."""
+    """Stands for the compiled kernels of some specs: records arguments that one of them takes, refuses others."""
 
     def __init__(self, *specs: Any, device: str = "cpu", run: Callable[..., None] | None = None) -> None:
         self.calls: list[tuple[Any, ...]] = []

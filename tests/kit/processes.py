@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 TIMEOUT: Final = 60.0
 Task = Callable[[int], Iterable[tuple[str, Any]]]
-"""What a rank does, by its number: a function of a module, or a partial of one. It gives names and what was found."""
+"""The task of a rank, given its number: a module's function or a partial of one. It yields names and findings."""
 
 
 def work(rank: int, world_size: int, timeout: float, store: str, task: Task, backend: str, reports: Any) -> None:
-    """The life of a rank: joins the group, runs the task, reports. With NCCL each has a GPU of its own."""
+    """The life of a rank: it joins the group, runs the task and reports. With NCCL each rank has its own GPU."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
@@ -49,16 +49,15 @@ def run(
     backend: str = "gloo",
     life: Callable[..., None] = work,
 ) -> list[dict[str, Any]]:
-    """Runs a task on all ranks; what each reported. A fork server imports torch once and forks them.
+    """Runs a task on all ranks and returns what each reported. A fork server imports torch once and forks them.
 
     Args:
-        task: of each rank.
-        directory: for the file that ranks find each other by.
-        world_size: ranks.
-        timeout: of the group, seconds.
-        wait_for: ranks that must come to their end, all by default; the others are ended then.
+        task: the task of each rank.
+        directory: where the file is by which ranks find each other.
+        timeout: timeout of the group in seconds.
+        wait_for: ranks that must finish, all by default; then the others are killed.
         backend: "gloo" on CPUs, "nccl" with a GPU for each rank.
-        life: of a rank; `work`, or what calls it.
+        life: the life of a rank: `work`, or a function that calls it.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.kit.context_workers"])

@@ -37,11 +37,11 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A call.
+    """A sample call of a public function.
 
-    inputs    makes its arguments on a device; the same ones each time
-    run       calls, and returns all results, tensors that were written among them
-    backward  whether it needs gradients
+    inputs    makes its arguments on a device, with the same values each time
+    run       makes the call and returns its results and the tensors that it wrote
+    backward  whether the call needs gradients
     """
 
     inputs: Callable[[str], dict[str, Any]]
@@ -50,7 +50,7 @@ class Sample:
 
 
 def copied(arguments: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the arguments, strides included, so that a call can write to its tensors."""
+    """A copy of the arguments, strides included, so that a call may write to them."""
     return {name: _copy(value) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
 
 
@@ -63,7 +63,7 @@ def _copy(t: torch.Tensor) -> torch.Tensor:
 
 
 def case_of(make: Callable[..., Any], **options: Any) -> Callable[[str], dict[str, Any]]:
-    """Makes the arguments of a case of the kit; those of sink attention with the gradient of its output."""
+    """Makes the arguments of a case of the kit. For sink attention, the gradient of the output is one of them."""
 
     def inputs(device: str) -> dict[str, Any]:
         case = make(**options, device=device)
@@ -192,7 +192,7 @@ def _flash_dense(device: str) -> dict[str, Any]:
 
 
 def calling(function: Callable[..., Any], *written: str, **options: Any) -> Callable[..., Tensors]:
-    """Calls a function with options, and returns its results, or copies of the arguments that it writes."""
+    """Calls a function with options. The results are what it returns, or copies of the arguments that it writes."""
 
     def run(d_out: torch.Tensor | None = None, **call: Any) -> Tensors:
         results = function(**call, **options)
@@ -221,7 +221,7 @@ def _decode_flash(**call: Any) -> Tensors:
 
 
 def _decode_flash_dense(**call: Any) -> Tensors:
-    """With the schedule of the older interface among the results."""
+    """Dense decoding in FlashMLA's older interface; its schedule is among the results."""
     schedule, num_splits = flash_mla.get_mla_metadata(call["cache_seqlens"], 32, 1)
     assert isinstance(schedule, torch.Tensor) and num_splits is not None
     out, lse = flash_mla.flash_mla_with_kvcache(
@@ -279,4 +279,4 @@ LONG_SAMPLES = {
     "sink_attention, long, gradients": Sample(SINK_LONG, _attend_with_gradients, backward=True),
     "sink_attention, decoded": Sample(case_of(sink_case, lengths=[(1, 260)] * 2, padded=False), _sink),
 }
-"""Calls with partial results and several tiles, which are for GPUs: plain torch takes long for them."""
+"""Calls with partial results and several tiles. They run on GPUs only, because plain torch takes too long."""

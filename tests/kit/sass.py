@@ -1,4 +1,4 @@
-"""What the compiler made of a kernel: registers, memory, instructions and the warnings of ptxas. Needs no GPU.
+"""The compiler's output for a kernel: registers, memory, instructions and warnings of ptxas. It needs no GPU.
 
 The tools come from the wheels nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm (extra "dev"), or from a CUDA toolkit on
 PATH. What a process has compiled stays in build/machine_code, so that the processes of a test run compile a spec once.
@@ -35,12 +35,12 @@ from cute_kernels.runtime.compile import compile_kernel
 
 STORE: Final = Path(__file__).resolve().parents[2] / "build" / "machine_code"
 CUDA: Final = 190
-"""What an ELF file of machine code for a GPU names as its machine."""
+"""The machine number in an ELF file with machine code for a GPU."""
 
-# what ptxas says of performance: wgmma serialized (C7510, C7514), setmaxnreg ignored (C7508). The DSL wraps its lines.
+# ptxas on performance: wgmma is serialized (C7510, C7514), setmaxnreg is ignored (C7508). The DSL wraps its lines.
 _WARNING = re.compile(r"\(C75\d\d\).*?(?=\n\s*ptxas |\n\s*\n|\Z)", re.DOTALL)
 _SERIALIZED = "(C7512)"  # wgmma is serialized for want of registers
-_HARMLESS = ("(C7519)",)  # a warpgroup.arrive that the source lacks was added where wgmma reads registers
+_HARMLESS = ("(C7519)",)  # ptxas added a warpgroup.arrive because wgmma reads registers
 _USAGE = re.compile(
     r"Function (?P<name>\S+):\s+REG:(?P<registers>\d+) STACK:(?P<stack>\d+) SHARED:(?P<shared>\d+) LOCAL:(?P<local>\d+)"
 )
@@ -56,9 +56,9 @@ class KernelCode:
     stack      bytes per thread
     local      bytes of local memory per thread
     shared     bytes of static shared memory; what a launch asks for dynamically is not in a cubin
-    opcodes    how often each full opcode, such as "LDG.E.128.CONSTANT", stands in the code
-    lines      its instructions as nvdisasm prints them
-    code       their encodings, 16 bytes each
+    opcodes    how often each full opcode, such as "LDG.E.128.CONSTANT", occurs
+    lines      the instructions as nvdisasm prints them
+    code       the encodings of the instructions, 16 bytes each
     """
 
     name: str
@@ -71,11 +71,11 @@ class KernelCode:
     code: bytes = field(default=b"", repr=False)
 
     def count(self, instruction: str) -> int:
-        """Instructions that have `instruction` among the parts of their opcode: "HGMMA", "LDG.E.128", "E4M3"."""
+        """Number of instructions whose opcode has the parts of `instruction`: "HGMMA", "LDG.E.128", "E4M3"."""
         return sum(n for opcode, n in self.opcodes.items() if f".{instruction}." in f".{opcode}.")
 
     def arrivals_before_loads(self) -> list[str]:
-        """Arrivals on mbarriers that a warp makes while its loads of matrices (LDSM) have not returned.
+        """Number of mbarrier arrivals that a warp makes before its matrix loads (LDSM) have returned.
 
         A load that waits behind others reads shared memory after such an arrival, when TMA may have filled the stage
         again. An instruction waits for the scoreboards of its mask; a fence waits for all that is under way.
@@ -88,7 +88,7 @@ class KernelCode:
             under_way = {scoreboard for scoreboard in under_way if not mask >> scoreboard & 1}
             if opcode.startswith(("MEMBAR", "EXIT")):
                 under_way = set()
-            elif opcode.startswith("LDS"):  # loads without a scoreboard return before the next one that has it
+            elif opcode.startswith("LDS"):  # a load without a scoreboard returns before the next load that has one
                 if writes != _NO_SCOREBOARD and _NO_SCOREBOARD in under_way:
                     under_way = under_way - {_NO_SCOREBOARD} | {writes}
                 under_way |= {writes} if opcode.startswith("LDSM") else set()
@@ -99,24 +99,23 @@ class KernelCode:
 
 @dataclass(frozen=True)
 class SassReport:
-    """All kernels that one spec compiles to, and what ptxas said of their performance (codes C75xx)."""
+    """All kernels that one spec compiles to, and ptxas' warnings about performance (codes C75xx)."""
 
     kernels: tuple[KernelCode, ...]
     warnings: tuple[str, ...]
 
     def count(self, instruction: str) -> int:
-        """`KernelCode.count` over all kernels."""
         return sum(kernel.count(instruction) for kernel in self.kernels)
 
     def problems(self, expected: Mapping[str, Any]) -> list[str]:
-        """In words, each way in which the code is not what it should be; empty when it is.
+        """Every way in which the code is not as expected, in words. Empty if there is none.
 
-        No kernel may use local memory, or stack, if not said otherwise, and ptxas may not warn of lost performance.
+        No kernel may use local memory or, by default, stack, and ptxas may not warn of lost performance.
 
         Args:
             expected: "registers" is the most that any kernel may use, "stack" the most bytes that it may spill (default
-                0), each of "instructions" must be in some kernel, and each of "at_least" as often as it says. Where
-                "serialized" is true, wgmma may be serialized for want of registers.
+                0). Each of "instructions" must occur in some kernel, each of "at_least" at least so often. With
+                "serialized", wgmma may be serialized for want of registers.
         """
         harmless = (*_HARMLESS, _SERIALIZED) if expected.get("serialized") else _HARMLESS
         found = [f"ptxas: {warning}" for warning in self.warnings if not warning.startswith(harmless)]
@@ -150,14 +149,14 @@ class SassReport:
 
 
 class Compiled(NamedTuple):
-    """What a compilation has left: cubins, and what ptxas said."""
+    """The output of a compilation: cubins, and what ptxas printed."""
 
     cubins: tuple[bytes, ...]
     said: str
 
 
 def compiled(spec: KernelSpec) -> Compiled:
-    """Compiles a spec for sm_90a, or reads what a process has compiled of the same sources with the same compiler.
+    """Compiles a spec for sm_90a, or reads an earlier result of the same sources and the same compiler.
 
     Raises:
         ValueError: the spec cannot be built.
@@ -178,10 +177,10 @@ def compiled(spec: KernelSpec) -> Compiled:
 
 @contextlib.contextmanager
 def without_lines() -> Iterator[None]:
-    """Kernels compile without the line of Python that the DSL looks up for each operation.
+    """Compiles kernels without looking up the Python line of each operation.
 
-    It does so where the remarks of ptxas are asked for, and a compilation takes 1.5 to 1.8 times as long. The cubin and
-    the warnings are the same.
+    The DSL looks lines up if the remarks of ptxas are requested, and a compilation then takes 1.5 to 1.8 times as long.
+    Without them the cubin and the warnings are the same.
     """
     arch.pin()  # before cutlass is imported for the first time
     from cutlass.base_dsl import dsl
@@ -202,7 +201,7 @@ def _compile(spec: KernelSpec) -> Compiled:
 
 
 def reports(specs: Iterable[KernelSpec]) -> list[SassReport]:
-    """Compiles specs for sm_90a and takes their cubins apart, which costs least for several at once.
+    """Compiles specs for sm_90a and takes their cubins apart. Several specs at once cost less than one at a time.
 
     Raises:
         ValueError: a spec cannot be built.
@@ -219,19 +218,18 @@ def reports(specs: Iterable[KernelSpec]) -> list[SassReport]:
 
 @functools.cache
 def report(spec: KernelSpec) -> SassReport:
-    """The report of one spec."""
     return reports([spec])[0]
 
 
 def listings(specs: Iterable[KernelSpec]) -> list[Sequence[str]]:
-    """The instructions of the one kernel of each spec, a line each."""
+    """The instructions of each spec's only kernel, one per line."""
     return [kernel.lines for found in reports(specs) for kernel in found.kernels]
 
 
 def digest(spec: KernelSpec) -> str:
-    """16 hexadecimal digits that name the machine code of a spec, whatever its kernels and their arguments are called.
+    """16 hexadecimal digits that identify the machine code of a spec, whatever its kernels and arguments are called.
 
-    They are of the entry in the disk cache, which is what a process runs, or else of what is compiled now.
+    The code is that of the entry in the disk cache, which a process runs, or else it is compiled now.
     """
     entry = directory() / f"{entry_name(spec)}.so"
     cubins = embedded_cubins(entry.read_bytes()) if entry.exists() else compiled(spec).cubins
@@ -239,7 +237,7 @@ def digest(spec: KernelSpec) -> str:
 
 
 def digest_of(cubins: Iterable[bytes]) -> str:
-    """The same of cubins: encodings of all instructions, registers, stack, static and local memory of each kernel."""
+    """The digest of cubins: the encoded instructions, registers, stack, static and local memory of each kernel."""
     kernels = []
     for cubin in cubins:
         code = b"".join(_machine_code(cubin).values())
@@ -251,10 +249,10 @@ def digest_of(cubins: Iterable[bytes]) -> str:
 
 
 def embedded_cubins(data: bytes) -> list[bytes]:
-    """The cubins in a library that the disk cache holds. Each is followed by the rest of the library, which ELF allows.
+    """The cubins in a library of the disk cache. Each is followed by the rest of the library, which ELF allows.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the library has no cubin.
     """
     starts = [match.start() for match in re.finditer(b"\x7fELF", data)]
     found = [data[at:] for at in starts if struct.unpack_from("<H", data, at + 18)[0] == CUDA]
@@ -264,7 +262,7 @@ def embedded_cubins(data: bytes) -> list[bytes]:
 
 
 def _kernels(cubin: bytes, listed: Mapping[str, list[str]]) -> list[KernelCode]:
-    """The kernels of a cubin, whose instructions are `listed` by name."""
+    """The kernels of a cubin; `listed` has their instructions by name."""
     code = _machine_code(cubin)
     return [
         KernelCode(
@@ -282,12 +280,12 @@ def _kernels(cubin: bytes, listed: Mapping[str, list[str]]) -> list[KernelCode]:
 
 
 def find_warnings(said: str) -> tuple[str, ...]:
-    """Messages with a code C75xx in what the compiler printed, each on one line."""
+    """Messages with a code C75xx in the compiler's output, each on one line."""
     return tuple(" ".join(warning.split()) for warning in _WARNING.findall(said))
 
 
 def _machine_code(cubin: bytes) -> dict[str, bytes]:
-    """The instructions of each kernel, 16 bytes each: sections `.text.NAME` of a 64-bit ELF file."""
+    """The instructions of each kernel, 16 bytes each, from sections `.text.NAME` of a 64-bit ELF file."""
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     size, number, names_index = struct.unpack_from("<HHH", cubin, 0x3A)
     sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(number)]
@@ -301,9 +299,9 @@ def _machine_code(cubin: bytes) -> dict[str, bytes]:
 
 
 def _listings(cubins: Iterable[bytes]) -> list[dict[str, list[str]]]:
-    """The instructions of each kernel of each cubin, a line each.
+    """The instructions of each kernel of each cubin, one per line.
 
-    nvdisasm takes 0.4 s to start and 0.01 to 0.2 s for a kernel, so that one takes the code of all kernels end to end.
+    nvdisasm takes 0.4 s to start and 0.01 to 0.2 s per kernel, so one process reads the code of all kernels end to end.
     """
     code = [_machine_code(cubin) for cubin in cubins]
     with tempfile.TemporaryDirectory() as folder:
@@ -339,7 +337,7 @@ def _run(tool: str, *arguments: str) -> str:
 
 
 def find_tool(name: str) -> str:
-    """Path of cuobjdump or nvdisasm: the wheel's first, whose version goes with the tests, then that on PATH.
+    """Path of cuobjdump or nvdisasm. The wheel's tool comes first because its version fits the tests; then PATH.
 
     Raises:
         RuntimeError: neither is there; the message says what to install.

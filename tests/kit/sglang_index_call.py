@@ -1,4 +1,4 @@
-"""Stand-ins of what SGLang 0.5.23's sparse indexer has in a step that decodes, verifies or drafts."""
+"""Stand-ins for the objects of SGLang 0.5.23's sparse indexer in a step that decodes, verifies or drafts."""
 
 import enum
 import types
@@ -25,7 +25,7 @@ class TopkTransformMethod(enum.IntEnum):
 
 
 class Call:
-    """Queries of a step as SGLang has them: a row of tables and lengths each, and rows of padding behind them."""
+    """The queries of a step as SGLang has them, each with a row of tables and a length, followed by rows of padding."""
 
     def __init__(
         self, counts: list[int], heads: int = 16, padding: int = 0, fuses: bool = True, device: str = "cpu"
@@ -63,7 +63,7 @@ class Call:
         }  # fmt: skip
 
     def run(self, original: Any = None) -> Any:
-        """The hook's result, or `original`'s where the call is not taken."""
+        """The hook's result, or `original`'s result if the hook does not take the call."""
         self.module.Indexer = type("Indexer", (), {"_get_topk_paged": original or (lambda *args, **kwargs: kwargs)})
         for _ in range(2):
             sglang_indexer.change_indexer(self.module)
@@ -72,7 +72,7 @@ class Call:
         return method(self.indexer, **self.arguments())
 
     def expected(self, positions: bool = False) -> torch.Tensor:
-        """Each query alone, by the definition."""
+        """The result for each query by the definition."""
         found = reference_index_decode(
             self.q[: self.real, None].cpu(), self.weights[: self.real].squeeze(2)[:, None].cpu(),
             self.keys.unflatten(1, (64, 132)).cpu(), block_table=self.table.cpu(), cache_seqlens=self.lengths.cpu(),

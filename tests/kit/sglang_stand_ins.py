@@ -1,4 +1,4 @@
-"""Stand-ins of SGLang 0.5.23's objects: what its plugin reads and calls, so that the plugin runs without SGLang."""
+"""Stand-ins for SGLang 0.5.23's objects that its plugin reads and calls, so that the plugin runs without SGLang."""
 
 import contextlib
 import functools
@@ -33,7 +33,7 @@ class KVWriteLoc:
 
 
 class Pool:
-    """Rows (slots, heads, d) of one layer; FP8 is stored divided by its scale."""
+    """A pool with rows (slots, heads, d) of one layer. FP8 values are stored divided by their scale."""
 
     def __init__(self, slots: int, heads: int, d: int, dtype: torch.dtype, device: str) -> None:
         self.k, self.v = (torch.zeros(slots, heads, d, dtype=dtype, device=device) for _ in "kv")
@@ -44,7 +44,7 @@ class Pool:
 
 
 class FlashAttentionBackend:
-    """The attributes that SGLang's class has and the adapter reads; its own attention is a word."""
+    """The attributes of SGLang's class that the adapter reads. Its own attention returns a word."""
 
     def __init__(self, runner: Any) -> None:
         self.token_to_kv_pool, self.page_size, self.kv_cache_dtype = runner.pool, runner.page_size, runner.pool.k.dtype
@@ -60,7 +60,7 @@ class FlashAttentionBackend:
 
 
 class DeepseekV4AttnBackend:
-    """What the plugin reads of SGLang's class, and its call of FlashMLA, by a partial; FlashMLA is a record."""
+    """What the plugin reads of SGLang's class, and the class's call of FlashMLA by a partial. FlashMLA is a record."""
 
     def __init__(self, case: Any = None) -> None:
         self.case, self.asked = case, list[dict[str, Any]]()
@@ -87,14 +87,14 @@ class DeepseekV4AttnBackend:
 
 
 class Standin(types.ModuleType):
-    """A module that is none of SGLang's, and a package."""
+    """A module that is not SGLang's; it is also a package."""
 
     __path__: list[str] = []
 
 
 @contextlib.contextmanager
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
-    """Modules in the places of SGLang's, with what the plugin takes from them; gives `choices` and the like."""
+    """Installs stand-ins for the SGLang modules that the plugin imports, and yields `choices` and the like."""
     choices: list[str] = ["fa3"]
     deterministic, radix = ["fa3"], ["fa3"]
     modes = types.SimpleNamespace(enable_deterministic_inference=False)
@@ -141,7 +141,7 @@ def sparse_backend(**changes: Any) -> Any:
 
 
 def sparse_call(tokens: int = 3, heads: int = HEADS, device: str = "cpu") -> dict[str, Any]:
-    """Arguments as SGLang's forward_decode passes them: by name, and the cache as rows of a pool."""
+    """Arguments as SGLang's forward_decode passes them: keywords, and the cache as rows of a pool."""
     generator = torch.Generator("cpu").manual_seed(1)
     latents = normal((128, 576), generator).bfloat16()
     rows = fp8_mla.pack(latents).view(128, 1, 656).view(torch.float8_e4m3fn)
@@ -159,7 +159,7 @@ def sparse_call(tokens: int = 3, heads: int = HEADS, device: str = "cpu") -> dic
 
 
 class Case:
-    """Two requests over a paged pool, and the backend for them."""
+    """Two requests over a paged pool, and the backend that serves them."""
 
     def __init__(self, sglang: types.SimpleNamespace, d: int = 64, fp8: bool = False, device: str = "cpu") -> None:
         plugin.register()
@@ -172,7 +172,7 @@ class Case:
         for rows in (self.pool.k, self.pool.v):
             rows.copy_(draw(*rows.shape))
         self.lengths = torch.tensor([33, 60], dtype=torch.int32, device=device)
-        # a server's table is as wide as its longest context; rows of a batch are a part of it
+        # a server's table is as wide as its longest context; the rows of a batch are a part of it
         pages = [[5, 0, 2, -1, -1, -1], [1, 7, 3, 4, -1, -1]]
         self.table = torch.tensor([*pages, *pages], dtype=torch.int32, device=device)[:2]
         self.metadata = types.SimpleNamespace(
@@ -195,7 +195,6 @@ class Case:
         return self.backend.forward_decode(self.q, self.k, self.v, self.layer, self.batch, **others)
 
     def expected(self, **options: Any) -> torch.Tensor:
-        """float64 attention of each request over its own tokens, gathered by hand."""
         scale = 1.0 if self.layer.k_scale is None else 0.5
         outs = []
         for n, length in enumerate(self.lengths.tolist()):

@@ -1,14 +1,14 @@
 """Cases of sink attention, and the tolerance rule for its output and gradients.
 
-The oracle is written here once more, for whole sequences in float64, so that it shares nothing with the reference of
-the package. The same is computed as a kernel does, in q's dtype: scores and sums in float32, probabilities and
-gradients of scores rounded to that dtype before their products, delta from the rounded output. What that is off by, and
-the standard deviation that those roundings have at each element, are the yardsticks of `tests.kit.compare`.
+The oracle is written here for whole sequences in float64, so that it shares nothing with the package's reference. The
+emulation computes as a kernel does, in q's dtype: scores and sums in float32, probabilities and gradients of scores
+rounded to that dtype before their products, delta from the rounded output. The emulation's error, and the standard
+deviation of its roundings at each element, are the yardsticks of `tests.kit.compare`.
 
-All results are held to ulps of their own dtype, ds_aux to those of float32. The mean gain is judged where rows have
-errors of their own: of out and dq, whose rows are queries, and of dv, whose rows are keys and which P alone reaches.
-Not of dk: the error of a query's delta is in all keys that it sees, so their errors do not add up in squares. Nor of
-ds_aux, one number a head, whose sign and size are what chance leaves of sums that cancel.
+Results are judged in ulps of their own dtype, ds_aux in those of float32. The mean gain is judged if the errors of rows
+are independent: for out and dq, whose rows are queries, and for dv, whose rows are keys and which depends on P alone.
+It is not judged for dk: the error of a query's delta is in all keys that it sees, so their errors do not add up in
+squares. Nor is it for ds_aux, one number a head that is the remainder of sums that cancel.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from tests.kit.compare import Comparison, compare, rounding_noise, rounding_vari
 from tests.kit.draws import generator, normal
 
 SINKS: Final = ("some", "none", "absent", "extreme", "large")
-"""some: N(0,1). none: -inf. absent: no tensor. extreme: -inf, +inf, 40 and -40 in turn. large: 20 to 40."""
+"""Values of the sinks. some: N(0,1). none: -inf. absent: no tensor. extreme: -inf, +inf, 40, -40. large: 20 to 40."""
 NAMES: Final = ("dq", "dk", "dv", "ds_aux")
 LEAST_P: Final = torch.finfo(torch.float32).tiny
-"""A GPU's exp2 gives 0 for less. Only gradients of keys that no query sees well show it, numbers of 1e-36 with dout in
-the hundreds."""
+"""A GPU's exp2 gives 0 below this. It shows only in gradients of keys that every query scores low, about 1e-36 with
+dout in the hundreds."""
 GAINS: Final = ("dq", "dv")
-"""Gradients whose mean gain is judged; see the module's docstring."""
+"""Gradients whose mean gain is judged; the module's docstring says why."""
 
 
 @dataclass
 class SinkCase:
-    """One call of `sink_attention` and the gradient of its output; tensors as in its docstring.
+    """One call of `sink_attention` and the gradient of its output. The tensors are those of its docstring.
 
     lengths  (queries, keys) of each sequence
     d_out    gradient of the output, q's shape
@@ -62,20 +62,20 @@ class SinkCase:
 
     @property
     def dtype(self) -> str:
-        """The dtype of q by its name in a spec."""
+        """The dtype of q, as a spec names it."""
         return str(self.q.dtype).removeprefix("torch.")
 
     def arguments(self) -> dict[str, Any]:
-        """All arguments of `sink_attention` and of its reference by name, tensors detached."""
+        """Arguments of `sink_attention` and of its reference by name, tensors detached."""
         names = ("q", "k", "v", "s_aux", "causal", "window", "softmax_scale", "cu_seqlens_q", "cu_seqlens_k")
         return {name: getattr(self, name) for name in names}
 
     def of_queries(self, t: torch.Tensor, sequence: int) -> torch.Tensor:
-        """The rows of one sequence of a tensor that has a row for each query."""
+        """The rows of one sequence, from a tensor with a row per query."""
         return self._rows(t, sequence, 0)
 
     def of_keys(self, t: torch.Tensor, sequence: int) -> torch.Tensor:
-        """The rows of one sequence of a tensor that has a row for each key."""
+        """The rows of one sequence, from a tensor with a row per key."""
         return self._rows(t, sequence, 1)
 
     def _rows(self, t: torch.Tensor, sequence: int, side: int) -> torch.Tensor:
@@ -85,7 +85,7 @@ class SinkCase:
         return t[start : start + self.lengths[sequence][side]]
 
     def mask(self, sequence: int) -> torch.Tensor:
-        """(queries, keys) bool: what each query of a sequence sees."""
+        """Which keys each query of a sequence sees, (queries, keys) bool."""
         s_q, s_k = self.lengths[sequence]
         position = torch.arange(s_q, dtype=torch.int64, device=self.q.device)[:, None] + s_k - s_q
         key = torch.arange(s_k, dtype=torch.int64, device=self.q.device)[None, :]
@@ -111,18 +111,15 @@ def sink_case(
     """A case of N(0,1) numbers with a softmax scale of 1.3 d^-0.5.
 
     Args:
-        lengths: (queries, keys) of each sequence, all the same unless packed.
+        lengths: (queries, keys) of each sequence; all are equal unless packed.
         h_q: query heads, a multiple of `h_kv`.
         h_kv: heads of keys and values.
-        d: head dimension.
         dtype: torch.bfloat16 or torch.float16.
         causal: as the call takes it.
         window: as the call takes it.
-        packed: sequences one after the other; otherwise a batch.
+        packed: whether sequences are packed one after the other; otherwise they are a batch.
         sinks: one of `SINKS`.
-        padded: tensors not contiguous, NaN between their rows.
-        seed: of the generator.
-        device: of all tensors.
+        padded: whether tensors are not contiguous, with NaN between their rows.
     """
     gen = generator(seed, device)
 
@@ -165,7 +162,7 @@ def reference_gradients(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """dq, dk, dv and ds_aux of the package's reference, with the out and lse of its forward, not rounded."""
+    """dq, dk, dv and ds_aux of the package's reference, computed from its unrounded out and lse."""
     out, lse = reference_sink_attention(q, k, v, s_aux, **options)
     return reference_sink_attention_backward(dout, q, k, v, out, lse, s_aux, **options)
 
@@ -173,9 +170,9 @@ def reference_gradients(
 class Measure(NamedTuple):
     """The values that a result is compared with.
 
-    exact     float64, the oracle
-    emulated  the same from a computation in q's dtype
-    noise     float64, the standard deviation of its roundings
+    exact     the oracle's values in float64
+    emulated  the values of the computation in q's dtype
+    noise     the standard deviation of the emulation's roundings, float64
     """
 
     exact: torch.Tensor
@@ -183,7 +180,7 @@ class Measure(NamedTuple):
     noise: torch.Tensor
 
     def compare(self, got: torch.Tensor, name: str, **options: Any) -> Comparison:
-        """The tolerance rule; options as in `compare`."""
+        """Applies the tolerance rule; the options are those of `compare`."""
         return compare(got, self.exact, self.emulated, noise=self.noise, name=name, **options)
 
 
@@ -192,7 +189,7 @@ class SinkExpectation(NamedTuple):
 
     out        q's shape
     lse        q's shape without d, float64
-    gradients  dq, dk, dv, and ds_aux as (h_q, 1); of the last without a tensor of sinks, those of sinks at -inf
+    gradients  dq, dk, dv, and ds_aux as (h_q, 1); without a tensor of sinks, ds_aux is that of sinks at -inf
     """
 
     out: Measure
@@ -234,7 +231,7 @@ class SinkExpectation(NamedTuple):
         return self.out.compare(out, name, lse=lse, expected_lse=self.lse)
 
     def require_gradients(self, *gradients: torch.Tensor | None) -> None:
-        """Raises AssertionError where dq, dk, dv or ds_aux, which may be None, is off."""
+        """Raises AssertionError if dq, dk, dv or ds_aux is wrong. None is not checked."""
         for name, measure, got in zip(NAMES, self.gradients, gradients, strict=True):
             if got is not None:
                 got = got.unsqueeze(-1) if name == "ds_aux" else got
@@ -242,7 +239,7 @@ class SinkExpectation(NamedTuple):
 
 
 def _blank(t: torch.Tensor) -> Measure:
-    """Zeros; those of the emulation in float64 too, which holds what 16 bits hold."""
+    """Zeros for each result. The emulation's are float64, too, which holds every 16-bit number."""
     return Measure(*(torch.zeros(t.shape, dtype=torch.float64, device=t.device) for _ in range(3)))
 
 
@@ -258,7 +255,7 @@ class _Head(NamedTuple):
 
 
 class _Operands(NamedTuple):
-    """q and d_out (s_q, ratio, d), k and v (s_k, d), sinks (ratio,)."""
+    """The inputs of a sequence and KV head: q, d_out (s_q, ratio, d), k, v (s_k, d), sinks (ratio,)."""
 
     q: torch.Tensor
     d_out: torch.Tensor
@@ -271,7 +268,7 @@ class _Operands(NamedTuple):
 
 
 class _Weights(NamedTuple):
-    """What follows from scores: of keys (ratio, s_q, s_k), of the sinks and their log-sum-exp (ratio, s_q)."""
+    """Values that follow from scores: for keys (ratio, s_q, s_k), for sinks and log-sum-exp (ratio, s_q)."""
 
     p: torch.Tensor
     p_sink: torch.Tensor
@@ -291,8 +288,6 @@ def _weights(t: _Operands, mask: torch.Tensor, scale: float) -> _Weights:
 
 
 class _Products(NamedTuple):
-    """All results in one precision."""
-
     out: torch.Tensor
     dq: torch.Tensor
     dk: torch.Tensor
@@ -302,7 +297,7 @@ class _Products(NamedTuple):
 
 
 def _products(t: _Operands, weights: _Weights, scale: float, rounded: torch.dtype | None) -> _Products:
-    """Output and gradients, with operands of second products, and results, rounded to a dtype if there is one."""
+    """Output and gradients. With a dtype, operands of second products and the results are rounded to it."""
 
     def short(values: torch.Tensor) -> torch.Tensor:
         return values if rounded is None else values.to(rounded).to(values.dtype)
@@ -332,8 +327,8 @@ def _one_head(t: _Operands, mask: torch.Tensor, case: SinkCase) -> _Head:
     weights = _weights(t, mask, scale)
     exact = _products(t, weights, scale, None)
 
-    # variances of what is rounded: P relative to the largest of a row, P itself, dS, and delta, which has the rounding
-    # of the output and that of the P in it
+    # variances of rounded values: P relative to the largest of a row, P itself, dS, and delta, in which the output and
+    # its P are rounded
     largest = weights.p.amax(-1, keepdim=True)
     var_p = rounding_variance(weights.p / torch.where(largest == 0, 1.0, largest), dtype) * largest.square()
     var_ds = rounding_variance(exact.ds, dtype)

@@ -1,13 +1,13 @@
-"""Which key tiles of a work tile leave the fast path of MLA decoding over float32 scales, said without a kernel.
+"""Plain Python that says which key tiles of a work tile leave the fast path of MLA decoding over float32 scales.
 
 The rules of the kernel (`mla/kernels/value_units.py`, `convert_q.py`, `qk.py`) in plain Python:
 
-    E_j    the exponent of the unit of quant tile j, 0 at first. With hi and lo, the ends of the exponents of the
-           nonzero scales of a key tile, it moves to hi + some room where hi is above it, or where lo is more than
-           WINDOW below and hi - lo is not; it is at most LARGEST_E and no more than DROP below its largest
-    PV     is slow where hi > E_j or lo < E_j - WINDOW
-    QK     is slow where the bits of a scale are above those of LARGEST_QK_SCALE, or where Q needs a power of two for
-           each quant tile
+    E_j    the exponent of the unit of quant tile j, 0 at first. hi and lo are the largest and smallest exponent of the
+           nonzero scales of a key tile. E_j moves to hi + some room if hi > E_j, or if lo < E_j - WINDOW while
+           hi - lo <= WINDOW. It is at most LARGEST_E and no more than DROP below its largest value
+    PV     is slow if hi > E_j or lo < E_j - WINDOW
+    QK     is slow if the bits of a scale are above those of LARGEST_QK_SCALE, or if Q needs a power of two for each
+           quant tile
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class KeyTile(NamedTuple):
     e_j      (tiles,) int64, the exponent of the unit of each quant tile
     moved    quant tiles whose unit has moved
     qk_slow  whether its scores take the slow path because of scales
-    pv_slow  whether its values do
+    pv_slow  whether its values take the slow path
     """
 
     e_j: torch.Tensor
@@ -53,10 +53,10 @@ class KeyTile(NamedTuple):
 class SlowTiles(NamedTuple):
     """Counts over the key tiles of one work tile.
 
-    qk, pv  slow ones
-    moves   moves of E_j, each quant tile on its own
+    qk, pv  key tiles on the slow path of QK, of PV
+    moves   moves of E_j, summed over quant tiles
     moved   key tiles in which some E_j has moved
-    tiles   all
+    tiles   key tiles
     """
 
     qk: int
@@ -67,12 +67,12 @@ class SlowTiles(NamedTuple):
 
 
 def exponent(x: torch.Tensor) -> torch.Tensor:
-    """Int64 exponents of |x| as its float32 bits say: -127 for zero and subnormal numbers, 128 for Inf and NaN."""
+    """Int64 exponents of |x| from its float32 bits: -127 for zero and subnormal numbers, 128 for Inf and NaN."""
     return (_bits(x.abs()) >> 23) - 127
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
-    """The bits of float32 numbers as unsigned integers, in int64."""
+    """The bits of float32 numbers as unsigned integers in int64."""
     return x.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF
 
 
@@ -104,7 +104,7 @@ def key_tiles(scales: torch.Tensor) -> Iterator[KeyTile]:
 
 
 def needs_second_way(q: torch.Tensor) -> torch.Tensor:
-    """(heads,) bool: heads of q (heads, d) that one power of two cannot bring into float16 for all quant tiles."""
+    """Which heads of q (heads, d) no single power of two brings into float16 for all quant tiles, (heads,) bool."""
     nope, rope = q[:, : V3_2.nope_dim].float().abs(), q[:, V3_2.nope_dim :].float().abs()
     peaks = nope.unflatten(1, (-1, V3_2.quant_tile)).amax(dim=-1)
     power = exponent(peaks.amax(dim=1)) - Q_PEAK_EXPONENT
@@ -119,7 +119,7 @@ def slow_tiles(scales: torch.Tensor, q: torch.Tensor | None = None) -> SlowTiles
 
     Args:
         scales: (keys, tiles) float32 in the order of the keys; 0 for keys that are masked.
-        q: (heads, d), the heads of a CTA. None: its scores need no second way.
+        q: (heads, d), the heads of a CTA. None means that one power of two is enough for Q.
     """
     tiles = list(key_tiles(scales))
     every = q is not None and bool(needs_second_way(q).any())
@@ -133,7 +133,7 @@ def slow_tiles(scales: torch.Tensor, q: torch.Tensor | None = None) -> SlowTiles
 
 
 def scales_of(case: DecodeCase, row: int, query: int) -> torch.Tensor:
-    """(topk, tiles) float32 scales of the keys of one query of a sparse decode, 0 where a key is masked."""
+    """Scales (topk, tiles) float32 of the keys of one query of a sparse decode, 0 if a key is masked."""
     assert case.indices is not None
     slots = case.indices[row, query].long()
     seen = valid_slots(slots, case.kv_cache.shape[0] * case.kv_cache.shape[1])

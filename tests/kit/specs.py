@@ -1,4 +1,4 @@
-"""Specifications that the tables of bad input and the samples launch, so that tests/gpu compiles them side by side."""
+"""Specs that the tables of bad input and the samples launch, so that tests/gpu compiles them in parallel."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ NUM_SMS = 132
 
 
 def of_tables() -> list[Any]:
-    """Kernels of valid calls; those of the other operators ship, or compile in a few seconds."""
+    """Kernels of valid calls. Those of other operators ship or compile in a few seconds."""
     calls = [table.right("cpu") for name, table in TABLES.items() if name.startswith("gqa_decode")]
     per_head = dict.fromkeys(("k_scale", "v_scale"), "per_token_head")
     append = KvAppendSpec.for_launch(dtype="bfloat16", d=64, h_kv=2, **per_head, scale_dtype="float32")
@@ -22,11 +22,11 @@ def of_tables() -> list[Any]:
 
 
 def of_samples() -> list[Any]:
-    """Kernels of samples, likewise."""
+    """Kernels of samples. Those of other operators ship or compile in a few seconds."""
     samples = {**SAMPLES, **LONG_SAMPLES}
     calls = [sample.inputs("cpu") for name, sample in samples.items() if name.startswith("gqa_decode")]
     calls.append(_decoded(LONG_SAMPLES["sink_attention, decoded"].inputs("cpu")))
-    # one sample gives the number of splits, which decides whether there is a cluster
+    # one sample sets num_splits, which decides whether there is a cluster
     own = KvAppendSpec.for_launch(
         dtype="bfloat16", d=64, h_kv=2, k_scale="per_token", v_scale="per_group_32", scale_dtype="float16"
     )
@@ -35,7 +35,7 @@ def of_samples() -> list[Any]:
 
 
 def _decoded(call: dict[str, Any]) -> dict[str, Any]:
-    """The request of `gqa_decode` for a call of `sink_attention` with few query tokens."""
+    """The request of `gqa_decode` that `sink_attention` makes of a call with few query tokens."""
     return {"q": call["q"], "k_cache": call["k"], "v_cache": call["v"], "s_aux": call["s_aux"], "layout": "BSNH"}
 
 

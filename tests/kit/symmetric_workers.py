@@ -18,21 +18,21 @@ from tests.kit.context_workers import CASES, same_bits
 from tests.kit.peer_ranks import Partials, own_heads, partials
 
 NAMES: Final = ("dense-only-the-first-rank", "dense-no-token", "dense-not-causal", "sparse-batch-i4-seed11")
-"""Cases with ranks that have no key, with sinks and without, several queries."""
+"""Cases in which ranks have no key, with and without sinks and with several queries."""
 MLA: Final = [case for case in CASES if case.name in NAMES]
 CALLS: Final = 200
 REPLAYS: Final = 20
 INPUTS: Final = 3
-"""Different ones take turns, so that what an earlier call has left behind shows. Not a multiple of both halves."""
+"""Number of inputs that take turns, so that leftovers of an earlier call show. It is no multiple of both halves."""
 SHAPES: Final = [((2, 1, 16), 512, torch.bfloat16, True), ((3, 70, 8), 128, torch.float16, False)]
-"""(batch, s_q, heads), d, dtype, sink: fewer rows than CTAs, and 13 rows for each."""
+"""(batch, s_q, heads), d, dtype, sink. One shape has fewer rows than CTAs, the other 13 rows per CTA."""
 
 
 # ---- tasks of ranks
 
 
 def everything(rank: int) -> list[tuple[str, Any]]:
-    """Problems by name; or "none", why ranks share no memory."""
+    """Problems by name, or "none" with the reason why ranks share no memory."""
     try:
         _decode(rank, partials(dist.get_world_size(), *SHAPES[0], seed=0))
     except RuntimeError as error:
@@ -53,7 +53,7 @@ def everything(rank: int) -> list[tuple[str, Any]]:
 
 
 def a_rank_never_calls(rank: int) -> list[tuple[str, Any]]:
-    """The last rank leaves after a first call; what CUDA and the next call say on the others."""
+    """The last rank leaves after a first call. Reports what CUDA and the next call say on the others."""
     given = partials(dist.get_world_size(), *SHAPES[0], seed=0)
     try:
         _decode(rank, given)
@@ -77,9 +77,9 @@ def a_rank_never_calls(rank: int) -> list[tuple[str, Any]]:
 
 
 def work(rank: int, *arguments: Any) -> None:
-    """As `processes.work`, with all ranks on the first GPU."""
+    """Does what `processes.work` does, with all ranks on the first GPU."""
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # one device twice in a multicast object is an error
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # multicast objects cannot contain a device twice
     torch.cuda.set_device(0)
     processes.work(rank, *arguments)
 
@@ -103,7 +103,7 @@ def _expected(given: Partials, rank: int, heads: str) -> tuple[torch.Tensor, tor
 
 
 def _calls(rank: int, shape: Any, heads: str, calls: int) -> list[str]:
-    """Which of so many calls give other bits than `merge_states` over the states of all ranks."""
+    """Which of several calls differ in bits from `merge_states` over the states of all ranks."""
     inputs = [partials(dist.get_world_size(), *shape, seed=seed) for seed in range(INPUTS)]
     expected = [_expected(given, rank, heads) for given in inputs]
     wrong = torch.zeros(calls, dtype=torch.bool, device="cuda")
@@ -115,7 +115,7 @@ def _calls(rank: int, shape: Any, heads: str, calls: int) -> list[str]:
 
 
 def _replays(rank: int, shape: Any, heads: str) -> list[str]:
-    """The same for a graph of two calls, whose inputs change between replays, with an eager call after each."""
+    """Which replays of a graph of two calls, or eager calls after each, differ in bits. Inputs change in between."""
     inputs = [partials(dist.get_world_size(), *shape, seed=seed) for seed in range(INPUTS)]
     static = Partials(*(t if t is None else t.clone() for t in inputs[0]))
     graph = torch.cuda.CUDAGraph()
@@ -136,7 +136,7 @@ def _replays(rank: int, shape: Any, heads: str) -> list[str]:
 
 
 def _choices(rank: int) -> list[str]:
-    """What None takes: symmetric memory where partials fit, and buffers that grow where it is asked for."""
+    """What `combine=None` chooses: symmetric memory if partials fit. Buffers grow on request."""
     problems = []
     small, world_size = partials(dist.get_world_size(), *SHAPES[0], seed=1), dist.get_world_size()
     (shared,) = symmetric._shared[dist.group.WORLD].values()
@@ -155,9 +155,9 @@ def _choices(rank: int) -> list[str]:
 
 
 def _capture_without_buffers(rank: int) -> list[str]:
-    """A new group refuses in words."""
+    """A new group refuses a call during capture with an error."""
     group = dist.new_group(backend="gloo")
-    dist.barrier()  # a rank that is done leaves, and the others may still be joining
+    dist.barrier()  # another rank may still be joining when this one is done
     given = partials(dist.get_world_size(), *SHAPES[0], seed=0)
     try:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):

@@ -1,4 +1,4 @@
-"""Threads of torch in tests of small models."""
+"""The number of torch's threads in tests of small models."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Of the module that imports it. Threads wait for each other in small models, for minutes where cores are busy."""
+    """Gives a module's tests one thread. In small models threads wait for each other, for minutes if cores are busy."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -16,9 +16,9 @@ from tests.kit.sink_cases import Measure, SinkCase, SinkExpectation, sink_case
 
 
 def fully_sharded(rank: int) -> list[tuple[str, Any]]:
-    """By parameter, what FSDP2's gradient of a small gpt-oss is off by, relative to one process with all batches.
+    """Errors of FSDP2's gradients of a small gpt-oss, by parameter, relative to one process with all batches.
 
-    Each rank has a batch of another kind, so that packing is found on each rank by itself.
+    Each rank has another kind of batch, so each rank must detect packing by itself.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -50,10 +50,10 @@ def fully_sharded(rank: int) -> list[tuple[str, Any]]:
 
 
 class Case(NamedTuple):
-    """One attention over sequences that ranks share.
+    """One attention over sequences whose tokens are spread over ranks.
 
-    chunk    tokens of a chunk, by sequence: one of a batch each, or packed
-    options  of the call, and of the case's maker
+    chunk    tokens of a chunk, by sequence, of a batch or packed
+    options  options of the call and of the function that makes the case
     """
 
     name: str
@@ -103,7 +103,7 @@ ON_GPUS: Final = [
 
 
 def own_rows(t: torch.Tensor, case: Case, rank: int, world_size: int) -> torch.Tensor:
-    """A rank's tokens of whole sequences: (batch, tokens, ...), or packed (tokens, ...)."""
+    """A rank's tokens out of whole sequences: (batch, tokens, ...), or packed (tokens, ...)."""
     runs = case.options.get("order") == "contiguous"
     chunks = [rank] if runs else [rank, 2 * world_size - 1 - rank]
     count = world_size * len(chunks)
@@ -132,7 +132,7 @@ def leaves(*tensors: torch.Tensor | None) -> list[Any]:
 
 
 def problems(case: Case, rank: int, world_size: int, device: str) -> list[str]:
-    """What is wrong with a case on this rank, against one process and the oracle."""
+    """Problems of a case on this rank, compared with one process and with the oracle."""
     whole, found = whole_case(case, world_size, device), []
     exact = device == "cpu" or all(n % 128 == 0 for n in case.chunk)
     determined = device == "cpu" or bool(case.options.get("deterministic"))
@@ -176,9 +176,9 @@ def problems(case: Case, rank: int, world_size: int, device: str) -> list[str]:
 def with_rounded_parts(
     key_measures: list[Measure], out: torch.Tensor, keys: list[Any], whole: SinkCase, case: Case, world_size: int
 ) -> list[Measure]:
-    """The measures of dk and dv with what one more rounding leaves: each rank rounds what its queries add to a key.
+    """The measures of dk and dv plus one rounding: each rank rounds what its queries add to a key.
 
-    One process rounds their sum alone. Parts may cancel: those of 1 to 2 are off by up to 2^-8, whatever their sum is.
+    One process rounds only their sum. Parts may cancel: parts between 1 and 2 err by up to 2^-8, whatever their sum is.
     """
     along = 0 if whole.packed else 1
     unpadded = case._replace(made={**case.made, "padding": 0})
@@ -197,14 +197,13 @@ def with_rounded_parts(
 
 
 def sink_training(rank: int) -> Iterator[tuple[str, Any]]:
-    """Problems by case."""
     on_gpus = dist.get_backend() == "nccl"
     for case in ON_GPUS if on_gpus else CASES:
         yield case.name, problems(case, rank, dist.get_world_size(), "cuda" if on_gpus else "cpu")
 
 
 def sink_training_refusals(rank: int) -> Iterator[tuple[str, Any]]:
-    """The error of each wrong call; ranks that are not in a group make it too."""
+    """The error of each wrong call, also on ranks that are not in a group."""
     q, k = (torch.zeros(1, 6, heads, 64, dtype=torch.bfloat16, device="cpu") for heads in (8, 2))
 
     def packed(borders: list[int]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Calls of models of transformers, and what its installed version calls its functions with."""
+"""Calls of transformers' models, and the arguments that its installed version passes to functions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import torch
 from tests.kit import tiny_models
 
 NEW: Final = 12
-"""Tokens that are generated."""
+"""Number of tokens that are generated."""
 
 
 def generate(model: Any, attention: str, ids: torch.Tensor, cache: Any = None, **options: Any) -> Any:
-    """Greedy tokens and their logits, (batch, NEW) and (batch, NEW, vocabulary)."""
+    """Greedy tokens (batch, NEW) and their logits (batch, NEW, vocabulary)."""
     model.set_attn_implementation(attention)
     mask = options.pop("attention_mask", torch.ones_like(ids))
     try:
@@ -34,14 +34,14 @@ def generate(model: Any, attention: str, ids: torch.Tensor, cache: Any = None, *
 
 
 def counted_on(ids: torch.Tensor) -> torch.Tensor:
-    """What a model that counts says next."""
+    """The tokens that a model that counts continues with."""
     step = ids[:, -1:] - ids[:, -2:-1]
     numbers = torch.arange(1, NEW + 1, dtype=torch.int64, device=ids.device)
     return (ids[:, -1:] + step * numbers) % tiny_models.VOCABULARY
 
 
 def moved(function: Callable[..., Any], expected: tuple[str, ...]) -> list[str]:
-    """In words, each parameter that a function of the installed version no longer has at its place."""
+    """Says for each parameter that a function of the installed version no longer has at its position where it went."""
     found = [name for name in inspect.signature(function).parameters if name != "self"]
     name = getattr(function, "__qualname__", str(function))
     return [
@@ -52,14 +52,14 @@ def moved(function: Callable[..., Any], expected: tuple[str, ...]) -> list[str]:
 
 
 def keywords_of_calls(function: Callable[..., Any], called: str) -> Iterator[tuple[int, set[str]]]:
-    """Of each call of a name within a function: positional arguments, and names of the others."""
+    """For each call of `called` within a function, the number of positional arguments and the names of the others."""
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == called:
             yield len(node.args), {keyword.arg for keyword in node.keywords if keyword.arg}
 
 
 def saved_and_loaded(cache: Any) -> Any:
-    """A cache by way of `torch.save`, which pickles it."""
+    """A cache after `torch.save` and `torch.load`, which pickle it."""
     file = io.BytesIO()
     torch.save(cache, file)
     file.seek(0)
@@ -67,12 +67,11 @@ def saved_and_loaded(cache: Any) -> Any:
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {"deepcopy": copy.deepcopy, "saved": saved_and_loaded}
-"""The ways in which people copy the cache of a prompt."""
+"""Ways in which people copy the cache of a prompt."""
 
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Why plain torch ran instead of our attention."""
     from cute_kernels.integrations import transformers as cute
     from cute_kernels.integrations import transformers_mla
 
@@ -83,7 +82,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, *functions: tuple[Any, str]) -> dict[str, int]:
-    """How often functions of modules or classes are called, by name, once they were."""
+    """Counts the calls of functions of modules or classes, by name."""
     count: dict[str, int] = {}
 
     def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

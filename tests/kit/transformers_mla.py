@@ -1,4 +1,4 @@
-"""What tests of `attn_implementation="cute_mla"` share: eager attention over FP8 latents, and reasons to fall back."""
+"""Helpers for tests of `attn_implementation="cute_mla"`: eager attention over FP8 latents, and reasons to fall back."""
 
 import contextlib
 import importlib
@@ -22,12 +22,12 @@ def attention_class(name: str) -> Any:
 
 FORWARD = inspect.getsource(attention_class("deepseek_v32").forward)
 CACHES_LATENTS = FORWARD.index(".update(") < FORWARD.index(".expand_kv(")
-"""Of another implementation than ours: in 5.23 and 5.24; 5.17 caches keys and values."""
+"""Whether transformers caches latents for other implementations: 5.23 and 5.24 do, 5.17 caches keys and values."""
 
 
 @contextlib.contextmanager
 def fp8_latents(name: str) -> Iterator[None]:
-    """Other implementations get the latents that a token of 656 bytes has, in the model's dtype."""
+    """Gives other implementations the latents of a 656-byte token, in the model's dtype."""
     attention = attention_class(name)
     expand_kv = attention.expand_kv
 

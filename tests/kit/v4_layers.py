@@ -17,8 +17,8 @@ TOKENS = 5
 class V4Call:
     """A decode of `TOKENS` tokens.
 
-    heads   real ones
-    case    the call over padded heads; NaN stands in those queries and sinks that no kernel may read
+    heads   number of real heads
+    case    the call over padded heads; queries and sinks that no kernel may read are NaN
     """
 
     heads: int
@@ -26,32 +26,31 @@ class V4Call:
 
     @property
     def q(self) -> torch.Tensor:
-        """(tokens, padded heads, 512)."""
+        """Queries (tokens, padded heads, 512)."""
         return self.case.q[:, 0]
 
     def output(self) -> torch.Tensor:
-        """(tokens, padded heads, 512) to write to."""
+        """A buffer (tokens, padded heads, 512) to write to."""
         return torch.full(self.q.shape, torch.nan, dtype=torch.bfloat16, device=self.q.device)
 
     def real(self) -> DecodeCase:
-        """The call over real heads alone."""
+        """The call over real heads only."""
         assert self.case.s_aux is not None
         return dataclasses.replace(self.case, q=self.case.q[:, :, : self.heads], s_aux=self.case.s_aux[: self.heads])
 
     def check(self, output: torch.Tensor) -> None:
-        """The real heads of `output` are those of the reference."""
+        """Requires that the real heads of `output` are those of the reference."""
         expected, _ = reference_decode(**self.real().arguments())
         torch.testing.assert_close(output[:, : self.heads].double(), expected[:, 0], rtol=2**-7, atol=2**-7)
 
 
 def v4_call(heads: int, extra: bool = True, plain: bool = False, device: str = "cpu") -> V4Call:
-    """Pages of 64 tokens and of 2, as layers that compress by 128 have them.
+    """A call over pages of 64 tokens and of 2, as layers that compress by 128 have them.
 
     Args:
-        heads: real ones.
-        extra: with a compressed cache.
-        plain: lists of valid slots without lengths, zeros in heads that are not real: what FlashMLA takes as well.
-        device: of all tensors.
+        heads: number of real heads.
+        extra: whether there is a compressed cache.
+        plain: whether lists have valid slots and no lengths, and padded heads are zeros, as FlashMLA needs.
     """
     padded = 64 if heads <= 64 else 128
     formats = ("v4", "v4") if extra else ("v4",)
@@ -69,7 +68,7 @@ def v4_call(heads: int, extra: bool = True, plain: bool = False, device: str = "
 
 
 def spaced(pages: torch.Tensor) -> torch.Tensor:
-    """The same pages, as far apart as in vLLM and SGLang: a multiple of 576 bytes."""
+    """The pages with the page stride of vLLM and SGLang, a multiple of 576 bytes."""
     size = pages[0].numel()
     memory = torch.zeros(len(pages), -(-size // 576) * 576, dtype=torch.uint8, device=pages.device)
     view = memory[:, :size].view(pages.shape)

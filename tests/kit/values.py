@@ -1,8 +1,8 @@
-"""Families of values: what queries and caches may hold, on which neither time nor accuracy may depend.
+"""Families of values for queries and caches, on which neither time nor accuracy may depend.
 
-A family changes N(0,1) numbers, in place and in whole tensors, so that it fills a benchmark's cache on a GPU as well as
-a test's on a CPU. What it does to keys is said of "quant tiles", neighbouring elements of a token that share a scale;
-caches of heads have theirs as well: the elements of a head, or of a group of them.
+A family changes N(0,1) numbers in place and in whole tensors, so that it fills a benchmark's cache on a GPU as well as
+a test's on a CPU. Changes of keys refer to "quant tiles", neighbouring elements of a token that share a scale. In GQA
+caches a quant tile is a head, or a group of its elements.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from tests.kit.draws import generator, normal, uniform
 from tests.kit.mla_cases import POISON_BYTE, DecodeCase
 
 TOKENS_PER_CHUNK: Final = 1 << 18
-"""Tokens that are made at a time: 600 MB of float32 latents."""
+"""Number of tokens that are made at a time: 600 MB of float32 latents."""
 DIRECTION_SEED: Final = 4711
 
 
 @dataclass(frozen=True)
 class Family:
-    """What is done to N(0,1) numbers.
+    """A change of N(0,1) numbers.
 
-    about      what it is, in words
-    keys       changes tokens: all their elements (n, d), a view of the quantized ones (n, tiles, width), and what
-               draws. The elements that are not quantized, with rotary encoding, are in the first alone
+    about      description of the family
+    keys       changes tokens. Arguments are all elements (n, d), a view of the quantized ones (n, tiles, width), and a
+               generator. Elements with rotary encoding are not quantized, so only the first argument has them
     query      changes queries (..., heads, d)
-    unwritten  tokens of zeros are not packed: they hold zero bytes, scales included
-    sorted     1: keys in the order of their scores, -1: in the opposite order, 0: in any
-    limit      how many times as long as with N(0,1) a call may take
+    unwritten  whether tokens of zeros are not packed but zero bytes, scales included
+    sorted     1: keys are sorted by score, -1: in the opposite order, 0: not at all
+    limit      the longest time of a call, relative to N(0,1)
     """
 
     about: str
@@ -46,7 +46,7 @@ class Family:
 
     @property
     def of_query(self) -> bool:
-        """Whether the keys are those of N(0,1)."""
+        """Whether only queries change, so that keys are N(0,1)."""
         return self.keys is None and not self.sorted
 
 
@@ -56,12 +56,12 @@ def _powers(shape: tuple[int, ...], most: float, gen: torch.Generator) -> torch.
 
 
 def _spread(least: float, most: float, number: int, like: torch.Tensor) -> torch.Tensor:
-    """(number, 1) powers of two from 2^least to 2^most, evenly apart."""
+    """(number, 1) powers of two with evenly spaced exponents from least to most."""
     return torch.exp2(torch.linspace(least, most, number, dtype=torch.float32, device=like.device)).unsqueeze(-1)
 
 
 def _one_of(period: int, factor: float, x: torch.Tensor, gen: torch.Generator) -> None:
-    """Multiplies one row of each `period` rows; of fewer rows, one."""
+    """Multiplies one row in each `period` rows, or one row if there are fewer."""
     first = torch.arange(0, len(x), period, dtype=torch.int64, device=x.device)
     place = (first + (period * uniform((len(first),), gen)).long()).clamp_max(max(0, len(x) - 1))
     x[place] *= factor
@@ -85,12 +85,12 @@ def _small_head(q: torch.Tensor) -> None:
 
 
 def _along(q: torch.Tensor) -> None:
-    """Turns all queries into one direction, with sharp scores."""
+    """Turns all queries in one direction, which gives sharp scores."""
     q.mul_(0.5).add_(6 * direction(q.shape[-1], q.device))
 
 
 SLOW: Final = "tokens and tiles"
-"""The family in which every key tile of V3.2 is slow, with a limit of its own."""
+"""The family in which every key tile of V3.2 is slow. It has its own limit."""
 ONE_OF_ZEROS: Final = 8
 FAMILIES: Final = {
     "normal": Family("N(0, 1)"),
@@ -124,12 +124,12 @@ FAMILIES: Final = {
     "falling": Family("keys sorted by score, the largest first, six times as sharp", query=_along, sorted=-1),
     "sharp": Family("scores six times as sharp", query=lambda q: q.mul_(6.0)),
 }
-"""All families by name, N(0,1) first."""
+"""The families by name, N(0,1) first."""
 
 
 @functools.cache
 def direction(d: int, device: torch.device) -> torch.Tensor:
-    """(d,) float32 N(0,1): what queries of sorted families have in common, and keys are sorted by."""
+    """(d,) float32 N(0,1): the direction that queries of sorted families share, along which keys are sorted."""
     drawn = normal((d,), generator(DIRECTION_SEED))
     return drawn.to(device)
 
@@ -151,14 +151,13 @@ def keys(
     quantized: int | None = None,
     groups: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(n, d) float32 tokens of a family, before they are quantized.
+    """(n, d) float32 tokens of a family, before quantization.
 
     Args:
         family: a key of `FAMILIES`.
         shape: n and d.
         width: elements of a quant tile.
-        gen: decides values and device.
-        quantized: elements that are quantized, the leading ones. None: all.
+        quantized: number of leading elements that are quantized. None: all.
         groups: (n,) int64, ascending: which sequence a token belongs to, within which families may sort. None: one.
     """
     chosen = FAMILIES[family]
@@ -179,7 +178,7 @@ def tokens(
     *,
     groups: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(n, bytes) uint8 tokens of a latent cache, as `fp8_mla.pack` returns them; arguments as in `keys`."""
+    """(n, bytes) uint8 tokens of a latent cache, as `fp8_mla.pack` returns them; the arguments are those of `keys`."""
     made = as_format(token_format)
     options = {"quantized": made.nope_dim, "groups": groups}
     latents = keys(family, (n, made.d_qk), made.quant_tile, gen, **options)
@@ -192,14 +191,13 @@ def tokens(
 def fill_pages(
     cache: torch.Tensor, family: str, token_format: TokenFormat | str, *, run: int = 0, seed: int = 0
 ) -> torch.Tensor:
-    """Writes tokens of a family to all slots of a paged cache, in place, and returns it.
+    """Writes tokens of a family to all slots of a paged cache in place, and returns the cache.
 
     Args:
         cache: as `fp8_mla.write_pages` takes it.
         family: a key of `FAMILIES`.
-        token_format: of the cache.
-        run: slots of a context, within which families may sort. 0: tokens are not sorted.
-        seed: of the generator.
+        token_format: format of the cache.
+        run: number of slots of a context, within which families may sort. 0: tokens are not sorted.
     """
     gen, slots = generator(seed, cache.device), cache.shape[0] * cache.shape[1]
     run = run if FAMILIES[family].sorted else 0
@@ -213,9 +211,9 @@ def fill_pages(
 
 
 def refill(case: DecodeCase, family: str, *, seed: int = 0) -> DecodeCase:
-    """The same decode with values of a family in its caches and queries, in place; poisoned slots stay poisoned.
+    """The decode after its caches and queries got values of a family, in place. Poisoned slots stay poisoned.
 
-    Where the family sorts, so are the index lists, each within its length. A softmax scale of the case stays.
+    If the family sorts, index lists are sorted, too, each within its length. A softmax scale of the case stays.
     """
     gen = generator(seed, case.q.device)
     case.q.copy_(query(family, tuple(case.q.shape), gen))
@@ -255,7 +253,7 @@ def _refill_pages(
 
 
 def sort_indices(indices: torch.Tensor, length: torch.Tensor | None = None) -> None:
-    """Sorts index lists (batch, s_q, topk) by slot, in place; what is past a list's length stays past it.
+    """Sorts index lists (batch, s_q, topk) by slot in place. Entries past a list's length stay there.
 
     Args:
         indices: int32.

@@ -1,4 +1,4 @@
-"""Batches as vLLM builds them: packed tokens, block tables, slots; and attention over them in float64."""
+"""Batches as vLLM builds them (packed tokens, block tables, slots), and attention over them in float64."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tests.kit.draws import generator, normal
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 LIMITS = {"auto": 0.01, "fp8": 0.06, INT8: 0.02, FP8_SCALED: 0.06, INT4: 0.2}
-"""Errors of attention over each cache, at most; its codes of N(0, 1) tokens cost 0.4 to 0.6 of it."""
+"""Largest error of attention over each cache. The codes of N(0, 1) tokens account for 0.4 to 0.6 of it."""
 
 
 @dataclass
 class Batch:
-    """Requests, each with all of its keys and with queries for its last tokens.
+    """Requests with all of their keys, and with queries for their last tokens.
 
     query                 (query tokens, HEADS, d)
     keys, values          (all tokens, KV_HEADS, d), of one request after the other
@@ -25,7 +25,7 @@ class Batch:
     block_table           (requests, pages of the longest) int32, random pages
     all_slots             (all tokens,) int64
     slots                 (query tokens,) int64
-    pages                 of the cache
+    pages                 number of pages of the cache
     """
 
     query: torch.Tensor
@@ -40,14 +40,12 @@ class Batch:
 
     @property
     def scales(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Factors of an FP8 cache as a layer has them by default."""
         return self._one, self._one
 
     def __post_init__(self) -> None:
         self._one = torch.ones((), dtype=torch.float32, device=self.query.device)
 
     def to(self, device: str) -> Batch:
-        """On another device."""
         tensors = {name: t.to(device) for name, t in vars(self).items() if isinstance(t, torch.Tensor)}
         del tensors["_one"]
         return Batch(**tensors, pages=self.pages)
@@ -55,7 +53,6 @@ class Batch:
     def expected(
         self, window: int | None, s_aux: torch.Tensor | None = None, softcap: float | None = None
     ) -> torch.Tensor:
-        """Attention in float64."""
         out = torch.zeros(self.query.shape, dtype=torch.float64, device=self.query.device)
         first, starts = 0, self.starts.tolist()
         for request, length in enumerate(self.seq_lens.tolist()):
@@ -81,13 +78,13 @@ class Batch:
     def error(
         self, out: torch.Tensor, window: int | None, s_aux: torch.Tensor | None = None, softcap: float | None = None
     ) -> float:
-        """Relative, against float64."""
+        """The relative error against float64."""
         expected = self.expected(window, s_aux, softcap)
         return float((out.double() - expected).norm() / expected.norm())
 
 
 def draw_batch(lengths: list[int], queries: list[int], page_size: int, seed: int = 0) -> Batch:
-    """Requests of these lengths, with so many query tokens each, over pages in random order."""
+    """Requests of these lengths and numbers of query tokens, over pages in random order."""
     gen = generator(seed)
 
     def draw(tokens: int, heads: int) -> torch.Tensor:
@@ -97,7 +94,7 @@ def draw_batch(lengths: list[int], queries: list[int], page_size: int, seed: int
     pages = len(lengths) * width + 1
     order = (
         torch.randperm(pages - 1, generator=gen, dtype=torch.int64, device="cpu").int() + 1
-    )  # page 0 is vLLM's for nothing
+    )  # vLLM keeps page 0 unused
     block_table = order.view(len(lengths), width)
     all_slots, slots = [], []
     for row, length, count in zip(block_table.long(), lengths, queries, strict=True):
@@ -124,7 +121,7 @@ def stock_cache(
     pages: int, kv_heads: int, page_size: int, d: int, dtype: torch.dtype, order: str, device: str = "cpu",
     codes: torch.dtype | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """VLLM's cache, (pages, kv_heads, page_size, 2 d), "HND" or "NHD" in memory; of `codes` or INT8, with scales."""
+    """VLLM's cache, (pages, kv_heads, page_size, 2 d), "HND" or "NHD" in memory, with `codes` or INT8 and scales."""
     codes = torch.int8 if dtype is torch.int8 else codes
     width = 2 * d if codes is None else scaled_token_bytes(d, codes)
     if order == "HND":
@@ -135,6 +132,6 @@ def stock_cache(
 def empty_cache(
     pages: int, page_size: int, kv_cache_dtype: str, device: str = "cpu", kv_heads: int = KV_HEADS, d: int = HEAD_DIM
 ) -> torch.Tensor:  # fmt: skip
-    """What vLLM allocates for a layer with our backend."""
+    """The cache that vLLM allocates for a layer with our backend."""
     dtype = {"auto": torch.bfloat16, INT8: torch.int8}.get(kv_cache_dtype, torch.uint8)
     return stock_cache(pages, kv_heads, page_size, d, dtype, "NHD", device, CODES.get(kv_cache_dtype))

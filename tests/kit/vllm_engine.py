@@ -35,7 +35,7 @@ from cute_kernels.integrations import vllm as cute_vllm
 
 
 class Sm90OnCpu(CpuPlatform):
-    """A CPU that takes the backends of an H100."""
+    """A CPU for which vLLM chooses the backends of an H100."""
 
     @classmethod
     def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any, num_heads: Any = None) -> str:
@@ -49,7 +49,7 @@ class Sm90OnCpu(CpuPlatform):
 
     @classmethod
     def import_kernels(cls) -> None:
-        """There are none."""
+        """There are no kernels to import."""
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
@@ -65,7 +65,7 @@ _LIBRARY = torch.library.Library("_C", "FRAGMENT")
 
 
 def slots(starts: Any, positions: Any, table: Any, out: torch.Tensor, block_size: int) -> None:
-    """The slot of each token, -1 for padding."""
+    """The slot of each token; -1 for padding."""
     out.fill_(-1)
     ends = starts.tolist()
     for request, (first, last) in enumerate(zip(ends, ends[1:], strict=False)):
@@ -77,7 +77,7 @@ def slots(starts: Any, positions: Any, table: Any, out: torch.Tensor, block_size
 def accept_greedily(
     out: torch.Tensor, ends: Any, drafts: Any, best: Any, bonus: Any, is_greedy: Any, most: int
 ) -> None:
-    """Speculation: the best token after each draft, up to the first draft that is not the best; then one more."""
+    """Accepts drafts of speculation: the best tokens up to the first wrong draft, and one more token."""
     first, flat = 0, out.view(-1, most + 1)
     for request, last in enumerate(ends.tolist()):
         row = flat[request]
@@ -90,13 +90,13 @@ def accept_greedily(
 
 
 def expand(out: torch.Tensor, value: Any, ends: Any, replace_from: int, replace_to: int) -> None:
-    """Each request's value, once for each of its tokens."""
+    """Repeats each request's value for each of its tokens."""
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
     out.copy_(torch.where(value == replace_from, replace_to, value).repeat_interleave(counts))
 
 
 def define_operators() -> None:
-    """The compiled operators that a worker on a CPU calls; those of layers exist, and are not called."""
+    """Defines the compiled operators that a worker on a CPU calls. Those of layers exist but are not called."""
     operators: dict[str, tuple[str, Any]] = {
         "init_cpu_memory_env": ("(int[] nodes) -> ()", lambda nodes: None),
         "compute_slot_mapping_kernel_impl": (
@@ -139,16 +139,16 @@ from tests.kit.flash_stand_in import FlashStandIn  # noqa: E402
 
 
 class PlainWorker(CPUWorker):
-    """Named by the platform, so that this module is imported where the worker is."""
+    """Named by the platform, so that this module is imported in the process of the worker."""
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """An engine: its options, prompts as lists of tokens in rounds, and how many tokens each generates.
+    """Runs an engine. A job has its options, rounds of prompts as lists of tokens, and how many tokens to generate.
 
-    With "flash" its prompts run as on a GPU, FlashAttention's part in plain torch.
+    With "flash" prompts run as on a GPU, with plain torch in the place of FlashAttention.
     """
     with mock.patch.object(gqa, "_flash_attention", lambda *a: FlashStandIn() if job.get("flash") else None):
-        with mock.patch.object(prompts, "FEW", 6):  # the chunks of these prompts are small
+        with mock.patch.object(prompts, "FEW", 6):  # these prompts have small chunks
             return _run(job)
 
 
@@ -182,9 +182,9 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 CALLS: dict[str, int] = {}
-"""How often the layers called each method of `GqaCalls`."""
+"""Number of calls of each method of `GqaCalls` by the layers."""
 QUERY_TOKENS: dict[str, int] = {}
-"""How often `GqaCalls.decode` had so many query tokens a request."""
+"""Number of calls of `GqaCalls.decode` by query tokens per request."""
 
 
 def count_calls() -> None:

@@ -1,4 +1,4 @@
-"""Metadata, builders and layers of the vLLM that is installed, without an engine."""
+"""Metadata, builders and layers of the installed vLLM, without an engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.kit.vllm_batches import HEADS, KV_HEADS, Batch
 
 
 def common(batch: Batch, padded_requests: int = 0, **changes: Any) -> Any:
-    """A batch as vLLM's runner hands it to builders; padded as for a graph."""
+    """A batch as vLLM's runner passes it to builders, padded as for a CUDA graph."""
     starts = torch.cat([batch.starts, batch.starts[-1:].expand(padded_requests)])
     lengths = torch.cat([batch.seq_lens, batch.seq_lens.new_zeros(padded_requests)])
     table = torch.cat([batch.block_table, batch.block_table.new_zeros(padded_requests, batch.block_table.shape[1])])
@@ -51,7 +51,7 @@ def builder(drafts: int = 0, device: str = "cpu") -> gqa.CuteAttentionMetadataBu
 
 
 def global_indices(req_id: torch.Tensor, block_table: torch.Tensor, indices: torch.Tensor, **options: Any) -> Any:
-    """VLLM's Triton kernel that makes slots of positions, in plain torch."""
+    """In plain torch, vLLM's Triton kernel that maps positions to slots."""
     size = options["BLOCK_SIZE"]
     page = block_table[req_id.long().unsqueeze(1), (indices.clamp(min=0) // size).long()]
     slots = torch.where(indices < 0, -1, page * size + indices % size)
@@ -67,7 +67,7 @@ class SparseMlaLayer(NamedTuple):
     metadata: Any
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """VLLM's own forward over the 656 bytes: out (tokens, heads, 512), and the log-sum-exp where it returns one."""
+        """VLLM's own forward over the 656 bytes: out (tokens, heads, 512), and the log-sum-exp if it returns one."""
         mixed = self.metadata.fp8_use_mixed_batch
         impl = self.impl
         forward = impl._forward_fp8_kv_mixed_batch if mixed else impl._forward_fp8_kv_separate_prefill_decode
@@ -78,15 +78,14 @@ class SparseMlaLayer(NamedTuple):
 def sparse_mla_layer(
     impl_cls: Any, heads: int, *, requests: int = 4, topk: int = 128, tokens: int = 100, device: str = "cpu"
 ) -> SparseMlaLayer:
-    """A layer without an engine: below 32 heads vLLM takes all tokens as one sequence, else each request alone.
+    """A layer without an engine. Below 32 heads vLLM takes all tokens as one sequence, else each request by itself.
 
     Args:
         impl_cls: FlashMLASparseImpl, or ours.
-        heads: of one GPU.
-        requests: with two tokens each.
-        topk: positions of a token, a hundredth of them -1.
-        tokens: of each request.
-        device: of all tensors.
+        heads: heads of one GPU.
+        requests: number of requests, with two query tokens each.
+        topk: number of positions per query token, of which a hundredth are -1.
+        tokens: tokens of each request.
     """
     gen = generator(0)
     impl: Any = object.__new__(impl_cls)
@@ -102,7 +101,7 @@ def sparse_mla_layer(
         m.req_id_per_token, m.block_table, indices, BLOCK_SIZE=64, **options
     )
     latents = normal((64 * 9, 576), gen).bfloat16()
-    some = fp8_mla.pack(latents.view(9, 64, 576))  # packing is slow: repeated, in other pages
+    some = fp8_mla.pack(latents.view(9, 64, 576))  # packing is slow, so the packed tokens are repeated in other pages
     cache = some[torch.arange(requests * pages + 1, dtype=torch.int64, device="cpu") % 9].to(device)
     metadata_cls = flashmla_sparse.FlashMLASparseMetadata
     lengths = torch.full((requests,), tokens, dtype=torch.int32, device=device)

@@ -1,7 +1,6 @@
-"""Codes of vLLM's `int4_per_token_head`, by its Triton kernel in Triton's interpreter, beside ours.
+"""Compares codes of vLLM's `int4_per_token_head`, made by its Triton kernel in Triton's interpreter, with ours.
 
-Run as a program of its own, with TRITON_INTERPRET=1 and CUDA_VISIBLE_DEVICES empty: Triton reads both when vLLM is
-imported.
+Run it as a program with TRITON_INTERPRET=1 and an empty CUDA_VISIBLE_DEVICES: Triton reads both when vLLM is imported.
 """
 
 import torch
@@ -16,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def vectors(d: int) -> torch.Tensor:
-    """(tokens, heads, d) bfloat16, whose rotations have both signs: of all sizes, integers, constants and zeros."""
+    """(tokens, heads, d) bfloat16 whose rotations have both signs: all sizes, integers, constants and zeros."""
     gen = generator(d, CPU)
     sizes = torch.logspace(-9, 9, TOKENS, dtype=torch.float32, device=CPU).view(-1, 1, 1)
     x = normal((TOKENS, HEADS, d), gen) * sizes
@@ -27,7 +26,7 @@ def vectors(d: int) -> torch.Tensor:
 
 
 def compare(d: int) -> None:
-    """Bit for bit, codes and scales. The rotation is ours: theirs rounds to bfloat16 before the quantizer."""
+    """Compares codes and scales bit by bit. The rotation is ours: vLLM's rounds to bfloat16 before it quantizes."""
     x = vectors(d)
     y = rotate(x.float())
     shape = TOKENS // PAGE, PAGE, HEADS

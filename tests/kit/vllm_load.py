@@ -1,7 +1,7 @@
 """vLLM's classes of a saved model and its drafting layer on a CPU: `python -m tests.kit.vllm_load FOLDER STORE`.
 
-For DeepSeek-V3.2 and GLM-5. They are made and take the checkpoint's weights, as in an engine; nothing is computed.
-vLLM raises where a weight has no place, or a place no weight.
+The models are DeepSeek-V3.2 and GLM-5. Their classes are made and load the checkpoint's weights, as in an engine, and
+nothing is computed. vLLM raises an error if a weight has no parameter, or a parameter no weight.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import vllm.v1.attention.backends.fa_utils as fa_utils
 
 from tests.kit.vllm_engine import Sm90OnCpu
 
-fa_utils.compile_flash_attn_varlen_func_from_specs = None  # names that a CPU lacks, and the next import takes
+fa_utils.compile_flash_attn_varlen_func_from_specs = None  # names that a CPU lacks and the next import needs
 
 import vllm.v1.attention.backends.mla.prefill.flash_attn as prefill  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402

@@ -1,4 +1,4 @@
-"""Two ranks that share requests' keys as those of vLLM do, and how far off each finds what they attend to."""
+"""Two ranks that share the keys of requests as vLLM's ranks do, and the errors of what each attends to."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ BATCHES: Final = {
     "decode": ([40, 17, 1, 2, 100], [1, 1, 1, 1, 1]),
     "prompts": ([40, 33, 25, 9], [20, 1, 25, 8]),
 }
-"""Lengths and query tokens of requests. Of one token all ranks but one have nothing; a prompt may have no context."""
+"""Lengths and query tokens of requests. Only one rank has a request with one token; a prompt may have no context."""
 
 
 def one_head(batch: Batch) -> Batch:
-    """Both KV heads alike: ranks that share keys have one of them each, and query heads of their own."""
+    """Makes both KV heads equal: ranks that share keys have one KV head each, and query heads of their own."""
     return dataclasses.replace(
         batch, keys=batch.keys[:, :1].repeat(1, 2, 1), values=batch.values[:, :1].repeat(1, 2, 1)
     )

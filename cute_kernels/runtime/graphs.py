@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 _SEMAPHORE_BYTES = 64  # sem_t has 32 on x86-64
-_NO_DESTRUCTOR_SYNC = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, the only flag there is
+_NO_DESTRUCTOR_SYNC = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, the only flag that exists
 _MOVE = 1  # CU_GRAPH_USER_OBJECT_MOVE: the graph takes over the one reference
 
 
 class GraphLife:
-    """Whether a graph and every executable instance of it are destroyed and have finished.
+    """Tells whether a graph and every executable instance of it are destroyed and have finished.
 
     A CUDA user object then posts a semaphore. Its callback is `sem_post` of libc, so no Python runs in a thread of the
     driver, not even when a graph outlives the interpreter. For the same reason the semaphore is memory from malloc,

@@ -1,4 +1,4 @@
-"""Threads of this package's own, for work that nothing of the caller's thread may reach.
+"""Threads of this package, for work that nothing in the caller's thread may interrupt.
 
 An exception that a signal handler raises (Ctrl-C, a notebook's stop button, a test's time limit) arrives in the main
 thread, between any two steps of Python. In the middle of a compilation or of the import of the compiler it ends the

@@ -14,13 +14,13 @@ LN_2 = 0.6931471805599453
 
 @cute.jit
 def finite(x: Float32) -> Float32:
-    """x, or 0 for the -inf of a row without keys so far: exp2(-inf - 0) is 0, exp2(-inf - -inf) would be NaN."""
+    """x, or 0 for the -inf of a row without keys so far: exp2(-inf - 0) is 0, but exp2(-inf - -inf) would be NaN."""
     return cutlass.select_(x == -Float32.inf, Float32(0.0), x)
 
 
 @cute.jit
 def rescaling(old_max: Float32, new_max: Float32) -> Float32:
-    """The factor of O and row_sum of a row when its row_max moves."""
+    """The factor of a row's O and row_sum when its row_max moves."""
     return cute.math.exp2(old_max - finite(new_max), fastmath=True)
 
 
@@ -32,7 +32,7 @@ def log_sum_exp(row_max: Float32, row_sum: Float32) -> Float32:
 
 
 def result_lse(lse: Float32, inf_if_empty: bool) -> Any:
-    """The log-sum-exp of a result; with `inf_if_empty`, a constant of the spec, +inf for a row without keys."""
+    """The log-sum-exp of a result. With `inf_if_empty`, a constant of the spec, a row without keys has +inf."""
     return cutlass.select_(lse == -Float32.inf, Float32.inf, lse) if inf_if_empty else lse
 
 
@@ -48,7 +48,7 @@ def multiply_rows(accumulators, factor: cute.Tensor):
 
 @cute.jit
 def rescale(accumulators, alpha: cute.Tensor):
-    """`multiply_rows`, skipped if no row_max of the warp has moved."""
+    """Calls `multiply_rows`, unless no row_max of the warp has moved."""
     if not cute.arch.vote_all_sync(alpha[0] == 1.0 and alpha[1] == 1.0):
         multiply_rows(accumulators, alpha)
 

@@ -99,7 +99,7 @@ def by_name(op: Operator, kernel: Callable[..., None], spec_kernel: str, **const
         kernel: what `get_kernel` returns.
         spec_kernel: the kernel class as "module:class", whose `__call__` has the names.
         constants: arguments that stay the same while the launch is prepared. If one is also an option of `op`, it
-        replaces an option that is None. Names that the kernel does not have are left out.
+            replaces an option that is None. Names that the kernel does not have are left out.
 
     Returns:
         launch(request, **others): the request has the options, `others` all that is neither an option nor constant.

@@ -25,5 +25,5 @@ class BlockTableSpec:
 
 
 def shipped_specs() -> list[BlockTableSpec]:
-    """Every specification that a call can ask for."""
+    """Returns every spec that a call can ask for."""
     return [BlockTableSpec(paged) for paged in (True, False)]

@@ -60,7 +60,7 @@ class PartialMerger:
         )
 
     def loads(self, lanes: int) -> int:
-        """As many as registers at launch hold, 80 or 128. With more lanes than a warp 16 loads are slower by 2%."""
+        """Returns the loads that registers at launch hold, 80 or 128. With lanes > 32, 16 loads are 2% slower."""
         if lanes > 32:
             return 8
         if not self.spec.few_heads:

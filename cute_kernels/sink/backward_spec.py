@@ -134,7 +134,7 @@ class SinkBackwardSpec(SinkSpec):
 
     @property
     def consumer_registers(self) -> int:
-        """24 + 2 x 240 = 40 + 2 x 232 = 3 x 168 of 384 threads; ptxas serializes products with 232, or spills."""
+        """24 + 2 x 240 = 40 + 2 x 232 = 3 x 168 registers of 384 threads; ptxas spills or serializes with 232."""
         return 232 if self.skips else 240
 
     @property

@@ -96,7 +96,7 @@ class SinkQuerySpec(SinkSpec):
 
     @property
     def consumer_registers(self) -> int:
-        """40 + 2 x 232 = 3 x 168 of 384 threads; 32 + 3 x 160 = 4 x 128 of 512; 24 + 4 x 112 < 5 x 96 of 640."""
+        """Consumer registers: 40 + 2 x 232 = 3 x 168 of 384 threads; 32 + 3 x 160 = 4 x 128; 24 + 4 x 112 < 5 x 96."""
         return {2: 232, 3: 160, 4: 112}[self.warpgroups]
 
     @property

@@ -77,7 +77,7 @@ class Member(NamedTuple):
     def require_same_call(
         self, what: str, arguments: Mapping[str, object], device: torch.device, q: torch.Tensor | None = None
     ) -> None:
-        """Raises on every rank of a group of CPUs unless all make this call: else sizes of collectives would differ.
+        """Raises on all CPU ranks of a group unless all make this call: otherwise sizes of collectives would differ.
 
         It costs a small collective. GPUs, which would have to wait for it, and compiled calls do without.
 

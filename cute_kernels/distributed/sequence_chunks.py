@@ -110,7 +110,7 @@ def keys_of(lengths: tuple[int, ...], tokens: int, place: Place, window: int | N
 def whole_sequences(
     lengths: tuple[int, ...], tokens: int, place: Place, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where tokens of whole sequences lie in those of rank after rank, (tokens,) int64, and the sequences' borders."""
+    """Returns where whole sequences' tokens lie in all ranks' tokens, (tokens,) int64, and the sequences' borders."""
     sizes = [n * place.parts for n in lengths]
     total = sum(sizes)
     of = torch.arange(len(sizes), dtype=torch.int64, device=device).repeat_interleave(

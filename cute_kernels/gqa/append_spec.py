@@ -1,4 +1,4 @@
-"""What is fixed at compile time in the append kernel of INT8, FP8 and 4-bit caches."""
+"""Compile-time facts of the append kernel of INT8, FP8 and 4-bit caches."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

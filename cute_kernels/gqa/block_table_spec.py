@@ -1,4 +1,4 @@
-"""What is fixed at compile time in the kernel that makes block tables from lists of blocks."""
+"""Compile-time facts of the kernel that makes block tables from lists of blocks."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

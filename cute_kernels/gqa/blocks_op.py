@@ -20,7 +20,7 @@ from cute_kernels.runtime.ops import signature
 
 
 class PreparedLaunch(NamedTuple):
-    """What stays the same while the shapes of a call do.
+    """Facts that stay the same while the shapes of a call do.
 
     make_table  the kernel that makes block tables, called by name; None if there is no key or no query
     layout      layout of the decode

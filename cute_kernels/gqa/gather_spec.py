@@ -1,4 +1,4 @@
-"""What is fixed at compile time in the kernel that copies pages of a quantized cache."""
+"""Compile-time facts of the kernel that copies pages of a quantized cache."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

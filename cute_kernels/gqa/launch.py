@@ -20,7 +20,7 @@ from cute_kernels.runtime.launch import PreparedLaunches, by_name
 
 
 class PreparedLaunch(NamedTuple):
-    """What stays the same while the shapes of a call do.
+    """Facts that stay the same while the shapes of a call do.
 
     launch      the kernel, called by name; None if there is no key
     need        scratch memory

@@ -1,4 +1,4 @@
-"""What is fixed at compile time in the GQA decode kernel."""
+"""Compile-time facts of the GQA decode kernel."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple

@@ -76,7 +76,7 @@ def index_decode(
 
 
 class PreparedLaunch(NamedTuple):
-    """What stays the same while the shapes of a call do: both kernels, the first one's CTAs, and templates.
+    """Facts that stay the same while the shapes of a call do: both kernels, the first one's CTAs, and templates.
 
     slots  page size of the cache whose slots are wanted, and its number of slots
     apart  see `Operator.check_addresses`

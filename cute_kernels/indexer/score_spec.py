@@ -1,4 +1,4 @@
-"""What is fixed at compile time in the kernel that scores index keys."""
+"""Compile-time facts of the kernel that scores index keys."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

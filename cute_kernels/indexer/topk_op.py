@@ -59,7 +59,7 @@ def index_topk(logits: torch.Tensor, lengths: torch.Tensor, topk: int, **options
 
 
 class PreparedLaunch(NamedTuple):
-    """What stays the same while the shapes of a call do: the kernel, and a template of out."""
+    """Facts that stay the same while the shapes of a call do: the kernel, and a template of out."""
 
     kernel: Callable[..., None]
     out_like: torch.Tensor

@@ -1,4 +1,4 @@
-"""What is fixed at compile time in the kernel that chooses the highest logits, and which variant a call gets."""
+"""Compile-time facts of the kernel that chooses the highest logits, and which variant a call gets."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -73,7 +73,7 @@ def merge_request(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class PreparedLaunch(NamedTuple):
-    """What stays the same while the shapes of a call do.
+    """Facts that stay the same while the shapes of a call do.
 
     launch    the kernel, called by name
     out_like, lse_like   templates of out and lse

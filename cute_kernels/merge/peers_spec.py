@@ -1,4 +1,4 @@
-"""What is fixed at compile time in the kernel that exchanges states with peers and merges them."""
+"""Compile-time facts of the kernel that exchanges states with peers and merges them."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,4 +1,4 @@
-"""What is fixed at compile time in the merge kernel, and which variant serves which launch."""
+"""Compile-time facts of the merge kernel, and which variant serves which launch."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,4 +1,4 @@
-"""What is fixed at compile time in the MLA append kernel."""
+"""Compile-time facts of the MLA append kernel."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

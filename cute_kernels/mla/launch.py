@@ -26,7 +26,7 @@ _NO_EXTRA = dict.fromkeys(
 
 
 class PreparedLaunch(NamedTuple):
-    """What stays the same while the shapes of a call do.
+    """Facts that stay the same while the shapes of a call do.
 
     launch      the kernel, called by name; None if there is no key
     read        which caches the kernel reads: (0,), (1,) if the first has no key, or (0, 1)

@@ -1,4 +1,4 @@
-"""What is fixed at compile time in the MLA decode kernel."""
+"""Compile-time facts of the MLA decode kernel."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple

@@ -85,7 +85,7 @@ _warned_about: set[Path] = set()
 
 
 class KernelSpec(Protocol):
-    """What is fixed at compile time: a frozen dataclass whose repr names every field, with these two members.
+    """Compile-time facts of a kernel: a frozen dataclass whose repr names every field, with these two members.
 
     It may also have `compile_options: str`, further options of `cute.compile`, and `expected`: what tests hold the
     compiled kernel to.

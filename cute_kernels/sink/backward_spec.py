@@ -1,4 +1,4 @@
-"""What is fixed at compile time in the kernels of the backward of sink attention.
+"""Compile-time facts of the kernels of the backward of sink attention.
 
 All backwards start with `prepare`, which makes delta and the log-sum-exps with sinks. Two designs make gradients:
   fused     one key-stationary kernel: dk and dv in registers, dq added to float32 in global memory, which `finish`

@@ -1,4 +1,4 @@
-"""What is fixed at compile time in the forward kernel of sink attention, and in the kernel that lists its work."""
+"""Compile-time facts of the forward kernel of sink attention, and in the kernel that lists its work."""
 
 from __future__ import annotations
 

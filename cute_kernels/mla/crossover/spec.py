@@ -1,4 +1,4 @@
-"""What is fixed at compile time in the MLA decode kernel whose CTAs exchange keys."""
+"""Compile-time facts of the MLA decode kernel whose CTAs exchange keys."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple

@@ -55,7 +55,7 @@ def warm_calls(parts: list[str], max_tokens: int) -> list[tuple[Any, tuple[int, 
     from tests.kit import tiny_models
 
     wanted: list[tuple[Any, tuple[int, ...], tuple[int, ...]]] = []
-    layers: list[tuple[GqaCalls, int, int]] = []  # with tokens of a request, and number of requests
+    layers: list[tuple[GqaCalls, int, int]] = []  # layer, tokens of a request, number of requests
     make = partial(GqaCalls, flash=_prompts_are_vllms)
     if "speed" in parts or "first" in parts:
         layers += [(make(32, 8, 128, 128**-0.5, cache), max_tokens, 64) for cache in TIMED_CACHES]

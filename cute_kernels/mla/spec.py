@@ -18,7 +18,7 @@ CUT_TILES = 5  # key tiles that a cut through a query costs: one more work tile,
 MERGE_LANES = (0, 32, 128)
 MASKED_SCALE = 2.0**-6  # scale of a masked key, float32: in range of the weights of V, so its tile takes the fast path
 PARTIAL_FLOATS = V3_2.d_v // 2 + V3_2.d_v // BLOCK_SCALE_VALUES + 1  # float16 O, block scales, LSE
-LINE_BYTES = 128  # of a key's row in shared memory: one row of the 128-byte swizzle
+LINE_BYTES = 128  # bytes of a line of a key's row in shared memory: one row of the 128-byte swizzle
 ROLES = ("load", "QK", "PV 0", "PV 1")  # warpgroups, as a traced kernel numbers them; load includes the softmax
 EVENTS = (("wait", "load", "softmax"), ("wait", "QK", "store S"), ("wait", "PV"), ("wait", "PV"))  # steps of a key tile
 

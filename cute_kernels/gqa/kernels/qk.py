@@ -68,7 +68,7 @@ class QK(Fragments):
                         raw[block] = operands.load_matrices(at, False)
                     x = raw[block]
                     for i in cutlass.range_constexpr(2):
-                        step = const_expr(2 * (pair % values) + i)  # of the steps in these registers
+                        step = const_expr(2 * (pair % values) + i)  # which of the steps in these registers
                         register, shift = const_expr(step // values * 2), const_expr(8 * (step % values))
                         self.codes.widen_rows(a[block][None, 0, i], x[register] >> shift, x[register + 1] >> shift)
                 else:

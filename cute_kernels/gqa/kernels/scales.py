@@ -111,7 +111,7 @@ class ScaleWarp:
         entries, rows = (cute.make_rmem_tensor((self.keys, self.depth), Int32) for _ in range(2))
         ahead = self.scheduler.first_upcoming(work_list, assigned)
         ahead = self.scheduler.skip_ended(work_list, ahead._replace(tile=ahead.tile + turn))
-        found, loaded, stored, passes = Int32(0), Int32(0), Int32(0), Int32(0)  # of this warp's tiles; of all `depth`
+        found, loaded, stored, passes = Int32(0), Int32(0), Int32(0), Int32(0)  # of this warp; of all `depth`
         while passes < 2 or stored < found:
             for d in cutlass.range_constexpr(self.depth):
                 if passes >= 2 and stored < found:

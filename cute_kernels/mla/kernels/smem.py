@@ -13,7 +13,7 @@ from cute_kernels.mla.kernels.load_q import q_layout
 from cute_kernels.mla.kernels.tile import NOPE, QUANT_TILE, QUANT_TILES
 from cute_kernels.mla.spec import LINE_BYTES, TOKENS_PER_TILE, WGMMA_ROWS, MlaDecodeSpec
 
-SHARED_BYTES = 232_448  # of a CTA, at most
+SHARED_BYTES = 232_448  # most shared memory of a CTA
 CODES_BYTES = TOKENS_PER_TILE * NOPE  # codes of a stage of V3.2
 ROPE_BYTES = TOKENS_PER_TILE * LINE_BYTES
 WARPS = 4  # warps of a warpgroup

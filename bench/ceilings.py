@@ -28,7 +28,7 @@ class StreamSpec:
     kernel: ClassVar[str] = "bench.stream:StreamKernel"
 
     def can_implement(self) -> list[str]:
-        """Reasons, in words, why this kernel cannot be built; empty when it can."""
+        """Returns the reasons, in words, why this kernel cannot be built; empty when it can."""
         return []
 
     @property

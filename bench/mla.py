@@ -200,7 +200,7 @@ class MlaCase(Case):
         return self.is_v32 and self.h_q > HEADS_OF_CTA
 
     def rates(self, timing: Timing, ceilings: Mapping[str, float]) -> dict[str, Any]:
-        """Also returns SM cycles per token and group of 64 heads, as if the work were spread evenly over all SMs."""
+        """Adds SM cycles per token and group of 64 heads, as if the work were spread evenly over all SMs."""
         found = super().rates(timing, ceilings)
         if timing.sm_mhz_rested is None:
             return found

@@ -54,7 +54,7 @@ REST_SECONDS = 0.05
 
 
 def measure(say: Callable[[str], None]) -> dict[str, Any]:
-    """A record: card and versions, "link", "exchanges" and "decodes". Needs torchrun, with a GPU for each rank."""
+    """Makes a record: card and versions, "link", "exchanges", "decodes". Needs torchrun, with a GPU for each rank."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)

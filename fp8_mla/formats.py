@@ -130,7 +130,7 @@ class TokenFormat:
             raise ValueError(f"d_qk: got {self.d_qk}; needs {self.nope_dim + self.rope_dim}, all elements of the token")
 
     def field(self, name: str) -> Field:
-        """The field of that name.
+        """Returns the field of that name.
 
         Raises:
             KeyError: the format does not have it.

@@ -47,7 +47,7 @@ class Budget:
 
 
 def budget(variant: Variant, rates: Rates = H200, readers: int = 1) -> Budget:
-    """The cycle budget of a variant. `readers` CTAs read the same row at about the same time."""
+    """Returns the cycle budget of a variant. `readers` CTAs read the same row at about the same time."""
     demands = variant.demands(rates, readers)
 
     def cycles(chain: tuple[Unit, ...]) -> float:
@@ -143,7 +143,7 @@ def predict_gqa(nbytes: float, clustered: bool, rates: Rates = H200, *, token_sc
 
 
 def spread_cycles(us: float, sm_mhz: float, tokens: float, sms: int) -> float:
-    """SM cycles per token and CTA if the work is spread evenly over all SMs; only then comparable with a budget.
+    """Returns SM cycles per token and CTA for work spread evenly over all SMs; only then comparable with a budget.
 
     Args:
         us: microseconds of the call.
@@ -155,7 +155,7 @@ def spread_cycles(us: float, sm_mhz: float, tokens: float, sms: int) -> float:
 
 
 def calibrate(long: tuple[MlaLaunch, float], short: tuple[MlaLaunch, float]) -> tuple[float, float]:
-    """(latency_cycles, cta_cycles) of the built kernel on an H200, from two launches without splits and their times.
+    """Fits (latency_cycles, cta_cycles) of the built kernel on an H200 to two launches without splits and their times.
 
     They are two numbers from two measurements, given `start_us`; all other cases are predictions.
 

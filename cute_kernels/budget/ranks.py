@@ -135,7 +135,7 @@ class RanksPrediction:
 
 
 def predict_ranks(decode_us: float, exchange: Exchange, rates: Rates = H200, link: Link = NVLINK) -> RanksPrediction:
-    """Time of a call of `context_parallel_decode`.
+    """Predicts the time of a `context_parallel_decode` call.
 
     Args:
         decode_us: microseconds of the op over one rank's share, from `predict_mla` or `predict_gqa`.
@@ -150,7 +150,7 @@ def predict_ranks(decode_us: float, exchange: Exchange, rates: Rates = H200, lin
 
 
 def crossing_tokens(ranks: int, heads: int, d: int, d_q: int) -> int | None:
-    """Query tokens from which it is faster to gather q and scatter heads than to "gather".
+    """Returns the query tokens from which it is faster to gather q and scatter heads than to "gather".
 
     With "gather" every rank has q. Gathering q is one more collective, and scattering heads moves fewer bytes.
 

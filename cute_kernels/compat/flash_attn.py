@@ -182,7 +182,7 @@ def flash_attn_func(
     out: torch.Tensor | None = None,
     fa_version: int | None = None,
 ) -> Result:
-    """Attention of a batch of sequences of one length, differentiable in q, k, v and the sinks.
+    """Compute attention of a batch of sequences of one length, differentiable in q, k, v and the sinks.
 
     Arguments that are not here are as in `flash_attn_with_kvcache`.
 
@@ -272,7 +272,7 @@ def flash_attn_varlen_func(
     scheduler_metadata: Any = None,
     fa_version: int | None = None,
 ) -> Result:
-    """Attention of packed sequences, differentiable; with a table, decoding over pages.
+    """Compute attention of packed sequences, differentiable; with a table, decode over pages.
 
     Arguments that are not here are as in `flash_attn_func`.
 

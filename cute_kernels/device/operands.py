@@ -22,7 +22,7 @@ UINT4_CENTER = 8  # `widen_uint4` subtracts this from a code, so that sums of co
 
 @cute.jit
 def load_matrices(address: Int32, transposed: cutlass.Constexpr):
-    """ldmatrix.x4: four 8 x 8 matrices of 16-bit units. Lanes 8i to 8i + 7 have the row addresses of matrix i."""
+    """Loads four 8 x 8 matrices of 16-bit units, ldmatrix.x4. Lanes 8i to 8i + 7 have row addresses of matrix i."""
     kind = ".trans" if transposed else ""
     return cute.arch.inline_ptx(
         "ldmatrix.sync.aligned.m8n8.x4" + kind + ".shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",

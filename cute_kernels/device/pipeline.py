@@ -64,7 +64,7 @@ class Pipeline:
     empty: str = ""
 
     def barriers(self) -> list[MBarrier]:
-        """The barriers of the edge."""
+        """Returns the barriers of the edge."""
         both = (
             MBarrier(f"{self.name}_full", self.producers, self.stages, self.bytes, self.full),
             MBarrier(f"{self.name}_empty", self.consumers, self.stages, 0, self.empty),
@@ -74,18 +74,18 @@ class Pipeline:
     # ---- where a tile is
 
     def slot(self, tile: Int32 | Slot) -> Slot:
-        """The slot of a tile. The division is unsigned: a signed one takes twice the instructions."""
+        """Returns the slot of a tile. The division is unsigned: a signed one takes twice the instructions."""
         if isinstance(tile, Slot):
             return tile
         use = Uint32(tile) // self.stages
         return Slot(Int32(Uint32(tile) - use * self.stages), Int32(use % 2))
 
     def index(self, tile: Int32 | Slot) -> Int32:
-        """The stage of a tile."""
+        """Returns the stage of a tile."""
         return self.slot(tile).index
 
     def following(self, slot: Slot) -> Slot:
-        """The slot of the next tile, without a division, for loops that carry it along."""
+        """Returns the slot of the next tile, without a division, for loops that carry it along."""
         wraps = slot.index + 1 == self.stages
         phase = slot.phase ^ cutlass.select_(wraps, Int32(1), Int32(0))
         return Slot(cutlass.select_(wraps, Int32(0), slot.index + 1), phase)
@@ -128,11 +128,11 @@ class Pipeline:
     # ---- shared memory
 
     def full_barrier(self, smem: Any, index: Any) -> cute.Pointer:
-        """The barrier of a full stage, which TMA copies take."""
+        """Returns the barrier of a full stage, which TMA copies take."""
         return field_pointer(smem, f"{self.name}_full") + index
 
     def empty_barrier(self, smem: Any, index: Any) -> cute.Pointer:
-        """The barrier of a free stage."""
+        """Returns the barrier of a free stage."""
         return field_pointer(smem, f"{self.name}_empty") + index
 
 
@@ -166,7 +166,7 @@ def _barriers(pipelines: Pipelines) -> Iterator[MBarrier]:
 
 
 def field_pointer(smem: Any, name: str) -> cute.Pointer:
-    """The first word of a field, which is a pointer, a number or a range with stages."""
+    """Returns the first word of a field, which is a pointer, a number or a range with stages."""
     field = getattr(smem, name)
     if isinstance(field, cute.Pointer):
         return field

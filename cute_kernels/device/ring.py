@@ -10,7 +10,7 @@ from cute_kernels.device.pipeline import Slot
 
 
 def ring_slot_pow2(tile: Int32, stages: int) -> Slot:
-    """The slot of the tile-th tile, counted from 0 since the kernel started, in a ring of 2^n stages.
+    """Returns the slot of the tile-th tile, counted from 0 since the kernel started, in a ring of 2^n stages.
 
     A consumer waits for `phase` on the "full" barrier; a producer waits for `phase ^ 1` on the "empty" barrier, which a
     fresh barrier passes at once.
@@ -19,10 +19,10 @@ def ring_slot_pow2(tile: Int32, stages: int) -> Slot:
 
 
 def ring_slot_signed(tile: Int32, stages: int) -> Slot:
-    """The slot of a tile in a ring of any number of stages, by signed division: rings of work tiles are timed so."""
+    """Returns the slot of a tile in a ring of any size, by signed division: rings of work tiles are timed so."""
     return Slot(tile % stages, tile // stages % 2)
 
 
 def use_phase(use: Int32) -> Int32:
-    """The phase of the use-th use of a stage, counted from 0; a producer waits for the phase of use + 1."""
+    """Returns the phase of the use-th use of a stage, counted from 0; a producer waits for the phase of use + 1."""
     return use % 2

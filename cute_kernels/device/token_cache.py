@@ -27,7 +27,7 @@ PIECES = V3_2.num_scales + 1  # 16-byte loads of a lane and row: one per quant t
 
 @cute.jit
 def row_pointer(mKV: cute.Tensor, zero_row: Int64, valid, page: Int32, offset: Int32) -> cute.Pointer:
-    """The address of a token's row, or of zeros (`zero_row`): a masked slot may hold NaN, and 0 x NaN is NaN."""
+    """Returns the address of a token's row, or `zero_row`, of zeros: a masked slot may hold NaN, and 0 x NaN is NaN."""
     # 64 bits: a cache may have more than 2^31 bytes
     row = Int64(page) * Int64(mKV.stride[0]) + Int64(offset) * Int64(mKV.stride[1])
     address = cutlass.select_(valid, mKV.iterator.toint() + row, zero_row)

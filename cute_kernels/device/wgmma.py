@@ -23,7 +23,7 @@ def issue(tiled_mma: cute.TiledMma, acc: cute.Tensor, tA: cute.Tensor, tB: cute.
 
 @cute.jit
 def every_thread(value: Int32, barrier_id: Int32, threads: cutlass.Constexpr = 128) -> Int32:
-    """1 if `value` is nonzero in all `threads` that call, else 0. It is uniform, as wgmma in a branch requires."""
+    """Returns 1 if `value` is nonzero in all calling `threads`, else 0: uniform, as wgmma in a branch requires."""
     return cute.arch.inline_ptx(
         f"{{\n.reg .pred p, q;\nsetp.ne.b32 p, {{$r0}}, 0;\nbarrier.cta.red.and.pred q, {{$r1}}, {threads}, p;\n"
         "selp.b32 {$w0}, 1, 0, q;\n}",
@@ -33,7 +33,7 @@ def every_thread(value: Int32, barrier_id: Int32, threads: cutlass.Constexpr = 1
 
 
 def by_row(acc: cute.Tensor) -> cute.Tensor:
-    """The m64nN accumulator of one thread as (2 rows, N / 4 columns).
+    """Returns the m64nN accumulator of one thread as (2 rows, N / 4 columns).
 
     Element (r, c) is row 16 * warp + lane / 4 + 8 * r and column 8 * (c / 2) + 2 * (lane % 4) + c % 2 of the tile.
     """

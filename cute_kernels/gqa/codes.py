@@ -42,7 +42,7 @@ class Codes:
     clocks: ClassVar[float] = 0.0
 
     def element(self) -> Any:
-        """The DSL's type of an element."""
+        """Returns the DSL's type of an element."""
         import cutlass
 
         return getattr(cutlass, self.dsl)

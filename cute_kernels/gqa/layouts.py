@@ -44,7 +44,7 @@ class CacheSizes(NamedTuple):
         return self.outer * self.rows
 
     def place(self, slot: Any) -> tuple[Any, Any]:
-        """(outer, row) of a valid slot: ``page * page_size + offset``, or ``sequence * capacity + position``.
+        """Returns (outer, row) of a valid slot: ``page * page_size + offset``, or ``sequence * capacity + position``.
 
         `slot` is an int or a tensor of integers.
         """

@@ -204,7 +204,7 @@ def refusal(call: _Request) -> str | None:
 
 
 def plain_attention(call: _Request) -> torch.Tensor:
-    """Attention in plain torch, which holds all scores: (batch, s_q, heads, d).
+    """Computes attention in plain torch, which holds all scores: (batch, s_q, heads, d).
 
     A mask says everything that a query sees; without one, `causal`, `window`, `packed` and `starts` do. A query that
     sees nothing sees everything, as in eager attention: it is padding, and its result must be a number.

@@ -60,5 +60,5 @@ class MlaAppendSpec:
 
 
 def shipped_specs() -> list[MlaAppendSpec]:
-    """Every specification that a call can ask for."""
+    """Returns every specification that a call can ask for."""
     return [MlaAppendSpec.for_launch(tokens, name) for name in FORMATS for tokens in (1, 65536)]

@@ -206,7 +206,7 @@ class MlaDecodeSpec:
     # ---- work and roles
 
     def head_blocks(self, h_q: int) -> int:
-        """CTAs for the heads of a query token."""
+        """Returns the number of CTAs for the heads of a query token."""
         return -(-h_q // self.heads)
 
     @property

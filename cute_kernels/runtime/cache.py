@@ -96,11 +96,11 @@ class KernelSpec(Protocol):
         """The kernel class as "module:class". It is imported only to compile the kernel."""
 
     def can_implement(self) -> list[str]:
-        """The reasons, in words, why this kernel cannot be built; empty when it can."""
+        """Returns the reasons, in words, why this kernel cannot be built; empty when it can."""
 
 
 def directory() -> Path:
-    """Where entries are: $CUTE_KERNELS_CACHE_DIR, else $XDG_CACHE_HOME/cute_kernels, else ~/.cache/cute_kernels."""
+    """Returns the directory: $CUTE_KERNELS_CACHE_DIR, else $XDG_CACHE_HOME/cute_kernels, else ~/.cache/cute_kernels."""
     if chosen := os.environ.get("CUTE_KERNELS_CACHE_DIR"):
         return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME", "")
@@ -112,7 +112,7 @@ def directory() -> Path:
 
 
 def entry_name(spec: KernelSpec) -> str:
-    """File name of a spec's entry, without suffix: the kernel class and a digest of all that its code depends on."""
+    """Returns the name of a spec's entry, without suffix: kernel class and digest of all that its code depends on."""
     facts = (
         repr(spec),
         spec.kernel,
@@ -157,7 +157,7 @@ somebody may install another version.
 
 @functools.cache
 def source_digest(*modules: str) -> str:
-    """SHA-256 of names and contents of `kernel_sources(*modules)`, as this process first found them."""
+    """Returns the SHA-256 of names and contents of `kernel_sources(*modules)`, as this process first found them."""
     digest = hashlib.sha256()
     for file in kernel_sources(*modules):
         if file not in _found:
@@ -213,7 +213,7 @@ def _processor() -> tuple[str, ...]:
 
 @functools.cache
 def runtime_library() -> Path:
-    """libcute_dsl_runtime.so of the flavour that the DSL would choose (cu12, cu13), found without importing the DSL.
+    """Finds libcute_dsl_runtime.so of the flavour that the DSL would choose (cu12, cu13), without importing the DSL.
 
     Raises:
         RuntimeError: it is not installed.
@@ -416,7 +416,7 @@ def _is_sealed(data: bytes) -> bool:
 
 
 def _link(object_file: Path) -> Path | None:
-    """A shared library made from the object file, beside it; None without a working C compiler."""
+    """Returns a shared library made from the object file, beside it; None without a working C compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         return None

@@ -74,7 +74,7 @@ def check_plain(name: str, t: torch.Tensor) -> None:
 
 
 def kind(value: object) -> str:
-    """The type name of an argument, with its module unless it is a builtin."""
+    """Returns the type name of an argument, with its module unless it is a builtin."""
     of = type(value)
     return of.__name__ if of.__module__ == "builtins" else f"{of.__module__}.{of.__name__}"
 

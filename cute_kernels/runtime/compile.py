@@ -32,7 +32,7 @@ os.register_at_fork(after_in_child=_renew_lock)  # a thread that does not exist 
 
 
 def get_kernel(spec: KernelSpec) -> Callable[..., Any]:
-    """The compiled kernel of a spec.
+    """Returns the compiled kernel of a spec.
 
     It takes torch tensors (an absent one is None) and Python numbers by position, in the order of the kernel class's
     `__call__` without the stream. It checks them against what was compiled, then launches on torch's current stream.
@@ -103,7 +103,7 @@ def _compile(spec: KernelSpec, dump_dir: str | os.PathLike[str] | None = None, *
 
 
 def missing(specs: Iterable[KernelSpec]) -> list[KernelSpec]:
-    """The specs without an entry on disk, each once. Needs no GPU and no cutlass."""
+    """Returns the specs without an entry on disk, each once. Needs no GPU and no cutlass."""
     disk = DiskCache(directory())
     return [spec for spec in dict.fromkeys(specs) if not disk.exists(entry_name(spec))]
 

@@ -73,7 +73,7 @@ class CounterSlab:
             return address
 
     def borrowed(self) -> int:
-        """Number of counters that living graphs hold."""
+        """Returns the number of counters that living graphs hold."""
         with self._lock:
             self._collect()
             return sum(size for graph in self._graphs.values() for size, _ in graph.blocks)
@@ -112,11 +112,11 @@ class CounterSlab:
             self._next += size * _ITEMSIZE
 
     def _room(self) -> int:
-        """Number of free blocks of the largest size so far."""
+        """Returns the number of free blocks of the largest size so far."""
         return self._left() // self._largest + len(self._free.get(self._largest, ()))
 
     def _left(self) -> int:
-        """Number of counters of the last slab that were never lent."""
+        """Returns the number of counters of the last slab that were never lent."""
         return (self._end - self._next) // _ITEMSIZE
 
 
@@ -126,5 +126,5 @@ def _block_size(num_counters: int) -> int:
 
 @once_per_device
 def slab(device: torch.device) -> CounterSlab:
-    """The slab of a device, which lives as long as the process."""
+    """Returns the slab of a device, which lives as long as the process."""
     return CounterSlab(device)

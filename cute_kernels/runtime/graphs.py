@@ -38,7 +38,7 @@ class GraphLife:
         self._semaphore = semaphore
 
     def has_ended(self) -> bool:
-        """True once; this frees the semaphore, so the method must not be called again."""
+        """Returns True once; this frees the semaphore, so the method must not be called again."""
         if _libc().sem_trywait(self._semaphore):
             return False
         _libc().free(self._semaphore)
@@ -46,7 +46,7 @@ class GraphLife:
 
 
 def graph_under_capture(device: torch.device) -> tuple[int, int]:
-    """(number of the capture, unique in this process; handle of the graph) of the current stream.
+    """Returns (number of the capture, unique in this process; handle of the graph) of the current stream.
 
     Raises:
         OSError: there is no driver, it refused, or no graph is under capture.
@@ -81,7 +81,7 @@ def _libc() -> Any:
 
 @functools.cache
 def _cuda() -> Any:
-    """The driver, with the argument types of the functions used here; version 12.0 has all of them."""
+    """Returns the driver, with the argument types of the functions used here; version 12.0 has all of them."""
     cuda = ctypes.CDLL("libcuda.so.1")
     pointer, number = ctypes.c_void_p, ctypes.c_uint
     cuda.cuStreamGetCaptureInfo_v2.argtypes = [pointer] * 6

@@ -100,7 +100,7 @@ MAX_HEADS = 1024
 
 @once_per_device
 def constants(device: torch.device) -> Constants:
-    """The constants of a CUDA device, made once and kept as long as the process: graphs hold their addresses.
+    """Returns the constants of a CUDA device, made once and kept as long as the process: graphs hold their addresses.
 
     Raises:
         RuntimeError: the first call is under graph capture.
@@ -127,7 +127,7 @@ def template(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 
 
 def empty_like(known: torch.Tensor) -> torch.Tensor:
-    """A new contiguous tensor of the shape of another one, or of a template; 1.1 us."""
+    """Returns a new contiguous tensor of the shape of another one, or of a template; 1.1 us."""
     return torch.empty_like(known, memory_format=torch.contiguous_format)
 
 
@@ -166,7 +166,7 @@ _unread = _Unread()
 
 
 def unread(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """A float32 tensor that kernels may write and nobody reads, kept as long as the process.
+    """Returns a float32 tensor that kernels may write and nobody reads, kept as long as the process.
 
     Under graph capture, if the buffer is too small, it is a tensor of the graph instead.
     """

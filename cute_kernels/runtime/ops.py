@@ -99,7 +99,7 @@ class Argument:
         return types.NoneType in get_args(self.annotation)
 
     def schema(self, alias: str) -> str:
-        """The argument as a torch schema writes it; `alias` marks a written tensor."""
+        """Returns the argument as a torch schema writes it; `alias` marks a written tensor."""
         if self.written:
             return f"Tensor({alias}!) {self.name}"
         if self.option is None:

@@ -71,7 +71,7 @@ def sources(*modules: str) -> list[Path]:
 
 
 def _place(file: Path, module: str) -> Path:
-    """The directory of a module's top-level package; for a module without a package, its file without suffix."""
+    """Returns the directory of a module's top-level package; without a package, the module's file without suffix."""
     parts = module.split(".")[1:]
     if parts:
         return file.parents[len(parts) - 1]
@@ -79,13 +79,13 @@ def _place(file: Path, module: str) -> Path:
 
 
 def _files(place: Path, module: str) -> list[Path]:
-    """The source file of a module of the package at `place`, as a list; empty if the module does not exist."""
+    """Returns the source file of a module of the package at `place`, as a list; empty if the module does not exist."""
     path = place.joinpath(*module.split(".")[1:])
     return [file for file in (path.parent / f"{path.name}.py", path / "__init__.py") if file.is_file()]
 
 
 def _imports(file: Path, module: str) -> list[str]:
-    """The names that a file imports; "from a import b" gives a and a.b, which may be a module."""
+    """Returns the names that a file imports; "from a import b" gives a and a.b, which may be a module."""
     package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
     names = []
     to_visit: list[ast.AST] = [ast.parse(file.read_bytes())]
@@ -106,5 +106,5 @@ def _imports(file: Path, module: str) -> list[str]:
 
 
 def _name(test: ast.expr) -> str | None:
-    """The last part of a dotted name; None for other expressions."""
+    """Returns the last part of a dotted name; None for other expressions."""
     return test.attr if isinstance(test, ast.Attribute) else test.id if isinstance(test, ast.Name) else None

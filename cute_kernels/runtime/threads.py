@@ -24,7 +24,7 @@ os.register_at_fork(before=compiling.acquire, after_in_parent=compiling.release,
 
 
 def in_new_thread(work: Callable[[], Result]) -> Result:
-    """The result of `work`, or its exception, from a new thread.
+    """Returns the result of `work`, or its exception, from a new thread.
 
     If the wait for it is interrupted, the thread goes on; a process that exits waits for it.
     """

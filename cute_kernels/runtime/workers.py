@@ -21,7 +21,7 @@ Item = TypeVar("Item")
 
 
 def python_command(code: str) -> list[str]:
-    """The command of a new interpreter that runs `code` and imports from where this process does.
+    """Returns the command of a new interpreter that runs `code` and imports from where this process does.
 
     `python -c` alone looks in the current directory first, where anybody may have left a `json.py`.
     """

@@ -246,7 +246,7 @@ class PrefillShape:
         _check_heads(self.heads, self.kv_heads)
 
     def specs(self, batch_sizes: Iterable[int], query_tokens: Iterable[int], num_sms: int) -> Iterator[KernelSpec]:
-        """The kernels of the calls, which batch sizes and query tokens do not change.
+        """Yields the kernels of the calls, which batch sizes and query tokens do not change.
 
         A window that hides no key of a short prompt counts as None, so that kernel is included. Packed sequences are an
         exception: the kernel of one sequence does not follow from the tokens of others.

@@ -36,7 +36,7 @@ class ConsumerWarp:
 
     @cute.jit
     def run(self, call: Call, work_list: WorkList, scratch: Scratch, smem: SmemViews, warp_idx: Int32, lane: Int32):
-        """Attention over all work tiles of this CTA: results, partials and their merge."""
+        """Computes attention over all work tiles of this CTA: results, partials and their merge."""
         spec = self.spec
         tidx = warp_idx * 32 + lane
         team, part = warp_idx, Int32(0)

@@ -92,7 +92,7 @@ class GqaDecodeKernel:
         self.consumer = ConsumerWarp(spec)
 
     def fake_arguments(self) -> tuple:
-        """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
+        """Returns shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
         spec = self.spec
         batch, s_q, h_q, h_kv, outer, rows = (cute.sym_int() for _ in range(6))
         q_dtype = element(spec.q_dtype)

@@ -61,7 +61,7 @@ class MlaCrossoverSpec:
         return reasons
 
     def head_blocks(self, h_q: int) -> int:
-        """Number of CTAs for the heads of a query token: whole clusters."""
+        """Returns the number of CTAs for the heads of a query token: whole clusters."""
         return -(-h_q // (self.heads * self.cluster)) * self.cluster
 
     @property

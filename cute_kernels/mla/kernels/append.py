@@ -140,7 +140,7 @@ class MlaAppendKernel:
 
     @cute.jit
     def _row(self, mKV: cute.Tensor, token: Int32, tokens: Int32) -> cute.Pointer:
-        """A token's elements, or the last token's. The product is 64-bit: kv may have more than 2^31 elements."""
+        """Returns the elements of a token, at most the last. The product is 64-bit: kv may have over 2^31 elements."""
         return mKV.iterator + cute.assume(Int64(cutlass.min(token, tokens - 1)) * Int64(mKV.stride[0]), divby=8)
 
     @cute.jit

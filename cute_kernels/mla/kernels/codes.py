@@ -165,11 +165,11 @@ class Codes:
         raise NotImplementedError
 
     def misfits(self, word: Int32, tops: Int32, above: Int32) -> Int32:
-        """Nonzero if one of a word's four scales does not fit its unit; see `ScaledValueUnits` for the arguments."""
+        """Returns nonzero if one of a word's four scales does not fit its unit; arguments are in `ScaledValueUnits`."""
         raise NotImplementedError
 
     def is_small(self, word: Int32, tops: Int32) -> Int32:
-        """Nonzero if one of a word's four scales, all fitting, is so small that partials need block scales."""
+        """Returns nonzero if one of a word's four scales, all fitting, is so small that partials need block scales."""
         return Int32(0)
 
     def fitted(self, word: Int32, tops: Int32) -> Int32:
@@ -316,7 +316,7 @@ class E4m3Codes(Codes):
         return words
 
     def scale_place(self, c: int, tid: Int32) -> tuple[int, Any]:
-        """There are two or four scales for each 128 codes."""
+        """Finds one of the two or four scales for each 128 codes."""
         upper = tid % 4 // 2
         if self.half_line and c + 1 == self.chunks:
             last = self.kind.num_scales - 1
@@ -326,7 +326,7 @@ class E4m3Codes(Codes):
         return c // 2, 2 * upper + c % 2
 
     def scale_index(self, c: Any, lane: Any) -> Any:
-        """In half a line, lanes have pieces 0 to 3."""
+        """Differs from the base class in half a line, where lanes have pieces 0 to 3."""
         index = super().scale_index(c, lane)
         return cutlass.min(index, self.kind.num_scales - 1) if self.half_line else index
 
@@ -355,25 +355,25 @@ class E4m3Codes(Codes):
         )
 
     def multiplier(self, word: Int32, offset: Int32, byte: Any, second: Any = None) -> Int32:
-        """The byte is the exponent."""
+        """Adds `offset` to the exponent field that the byte is."""
         return byte_pair(word, byte, second) * 1024 + offset
 
     def exponent(self, byte: Int32) -> Int32:
-        """The byte is the exponent."""
+        """Returns the exponent: the byte less its bias."""
         return cutlass.select_(byte == 0, Int32(-EMPTY), byte - 127)
 
     def misfits(self, word: Int32, tops: Int32, above: Int32) -> Int32:
-        """Bytes down to 20 below their unit's fit. A subtraction of words shows others: its borrow begins there."""
+        """Finds bytes that are not 0 to 20 below their unit's: a borrow of one subtraction of words begins there."""
         below = tops - word
         return ((below & 0x7F7F7F7F) + 0x01010101 * (127 - 20) | below) & TOP_BITS
 
     def is_small(self, word: Int32, tops: Int32) -> Int32:
-        """Scales 12 to 20 below their unit, times small codes: their sum over V_UNIT, as float16, loses digits."""
+        """Finds scales 12 to 20 below their unit: times small codes, their sum over V_UNIT loses digits as float16."""
         below = tops - word
         return (below + 0x01010101 * (128 - 12)) & (below + 0x01010101 * (127 - 20) ^ -1) & TOP_BITS
 
     def fitted(self, word: Int32, tops: Int32) -> Int32:
-        """A byte 21 below its unit's gets an exponent field of 0."""
+        """Replaces bytes that do not fit by 21 below their unit's, whose exponent field is 0."""
         result = Int32(0)
         for i in range(4):
             byte, top = (word >> 8 * i) & 0xFF, (tops >> 8 * i) & 0xFF
@@ -389,7 +389,7 @@ class E4m3Codes(Codes):
         return weights
 
     def scale_of(self, byte: Int32) -> Float32:
-        """2 ** (byte - 127); 0 is a subnormal number."""
+        """Returns 2 ** (byte - 127); 0 is a subnormal number."""
         word = cute.make_rmem_tensor(1, Int32)
         bits = cutlass.select_(byte == 0, Int32(1 << 22), byte << 23)
         word[0] = Int32(cutlass.select_(byte == NAN_BYTE, Int32(0x7FFFFFFF), bits))
@@ -414,7 +414,7 @@ class E2m1Codes(Codes):
 
     @property
     def first_line(self) -> int:
-        """A row is copied into the last of the lines that it is expanded to."""
+        """The first of the last lines of a row: bytes are copied there, and expanded to all its lines."""
         return (self.kind.codes.count - self.kind.codes.num_bytes) // LINE_BYTES
 
     def places(self, rows: int, tid: Any) -> tuple[Any, Any]:
@@ -456,11 +456,11 @@ class E2m1Codes(Codes):
         return words
 
     def scale_place(self, c: int, tid: Int32) -> tuple[int, Any]:
-        """There is one scale for each 16 codes."""
+        """Finds the scale, one for each 16 codes."""
         return c // 2, tid % 2 + 2 * (c % 2)
 
     def row_factors(self, words: cute.Tensor) -> RowFactors:
-        """Any scale is in range; a NaN scale stays NaN."""
+        """Returns the same factors for all rows: any scale is in range; a NaN scale stays NaN."""
         return RowFactors(Int32(0), Float32(1.0 / FP4_WEIGHT), Int32(0), Int32(1))
 
     def multiplier(self, word: Int32, offset: Int32, byte: Any, second: Any = None) -> Int32:
@@ -476,7 +476,7 @@ class E2m1Codes(Codes):
         return cutlass.select_(magnitude == 0, Int32(-EMPTY), exponent)
 
     def misfits(self, word: Int32, tops: Int32, above: Int32) -> Int32:
-        """Magnitudes above 127 - `above` do not fit."""
+        """Finds magnitudes above 127 - `above`, which do not fit."""
         return ((word & 0x7F7F7F7F) + above) & TOP_BITS
 
     def value_weights(self, word: Int32, tops: Int32, power: Int32) -> cute.Tensor:
@@ -486,14 +486,14 @@ class E2m1Codes(Codes):
         return weights
 
     def scale_of(self, byte: Int32) -> Float32:
-        """The byte is an e4m3 number."""
+        """Returns the e4m3 number that the byte is."""
         numbers = cute.make_rmem_tensor(4, Float8E4M3FN)
         cute.recast_tensor(numbers, Int32)[0] = byte
         return numbers.load().to(Float32)[0]
 
 
 def above_byte(unit: Int32) -> Any:
-    """127 less the largest e4m3 scale that fits a unit of exponent `unit`; only 0 fits if smaller scales may not."""
+    """Returns 127 less the largest e4m3 scale that fits a unit of exponent `unit`; if smaller scales may not, 127."""
     above = cutlass.max(ABOVE_BYTE - 8 * unit, 0)
     none = Int32(127)
     above = cutlass.select_(unit < FP4_MIN_EXPONENT, none, above)

@@ -153,7 +153,7 @@ class MlaDecodeKernel:
             self.merger = PartialMerger(spec)
 
     def fake_arguments(self) -> tuple:
-        """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
+        """Returns shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
         sizes = tuple(cute.sym_int() for _ in range(3))
         caches = []
         for _ in range(2 if self.spec.has_extra else 1):

@@ -99,7 +99,7 @@ class Weights(NamedTuple):
 
 
 def tiles_of(keys: Int32) -> Int32:
-    """Number of key tiles of `keys` keys; below 0 means 0."""
+    """Returns the number of key tiles of `keys` keys; below 0 means 0."""
     return cute.ceil_div(cutlass.max(keys, 0), TOKENS_PER_TILE)
 
 

@@ -149,5 +149,5 @@ def v_moves(smem, units: int = QUANT_TILES) -> cute.Tensor:
 
 
 def inverse_power(power: Float32) -> Float32:
-    """1 over a power of two from 2^-126 to 2^126."""
+    """Returns 1 over a power of two from 2^-126 to 2^126."""
     return ((254 << 23) - power.bitcast(Int32)).bitcast(Float32)

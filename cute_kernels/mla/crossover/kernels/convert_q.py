@@ -21,7 +21,7 @@ MAX_EXPONENT = 120  # powers of two up to this size, and their inverses, are nor
 
 @cute.jit
 def max_magnitudes(a: Int32, b: Int32) -> Int32:
-    """The larger magnitudes of two pairs of float16; `a` has no negative numbers."""
+    """Returns the larger magnitudes of two pairs of float16; `a` has no negative numbers."""
     return cute.arch.inline_ptx(
         "{\n.reg .b32 t;\nabs.f16x2 t, {$r1};\nmax.f16x2 {$w0}, {$r0}, t;\n}",
         write_only_types=[Int32],
@@ -70,7 +70,7 @@ class QConverter:
         return q_scaled, loads
 
     def chunk(self, smem, tid: Int32, j: Int32, c: Int32) -> QChunk:
-        """Chunk c of 16 in the j-th of the two quant tiles that a thread converts."""
+        """Returns chunk c of 16 in the j-th of the two quant tiles that a thread converts."""
         row, quant_tile = tid % WIDE, tid // WIDE * (QUANT_TILES // 2) + j
         start = (
             (quant_tile * (QUANT_TILE // BLOCK_COLUMNS) + c // 8) * BLOCK

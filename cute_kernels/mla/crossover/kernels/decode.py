@@ -82,7 +82,7 @@ class MlaCrossoverKernel:
             self.merger = PartialMerger(spec)
 
     def fake_arguments(self) -> tuple:
-        """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
+        """Returns shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
         sizes = tuple(cute.sym_int() for _ in range(3))
         q = fake_strided(BFloat16, (*sizes, QK), 16)
         kv = fake_strided(Uint8, (cute.sym_int(), cute.sym_int(), token_cache.ROW_BYTES), 16)

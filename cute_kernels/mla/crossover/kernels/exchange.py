@@ -46,7 +46,7 @@ class Exchange:
     # ---- codes
 
     def landing(self, smem, stage: Int32, first_row: Int32, block: int) -> cute.Pointer:
-        """2 KB of a stage that receive one piece per thread: rows of the pass from `first_row`, in one block."""
+        """Returns 2 KB of a stage that receive a piece per thread: rows of the pass from `first_row`, in a block."""
         start = stage * (TOKENS_PER_TILE * NOPE) + block * BLOCK + first_row * BLOCK_COLUMNS
         return smem.nope.data_ptr() + cute.assume(start, divby=1024)
 

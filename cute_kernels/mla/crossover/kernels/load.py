@@ -117,7 +117,7 @@ class LoadWarpgroup:
     def next_row(
         self, keys: KeySource, entry: Int32, row_pass: int, row: Int32, position: Int32, last: Int32
     ) -> cute.Pointer:
-        """The row of the next key tile that a thread loads in a pass; `position` is the first row's in this tile."""
+        """Returns the row of the next key tile that a thread loads; `position` is the pass's first row in this tile."""
         own_entry = cute.arch.shuffle_sync(entry, 4 * row_pass + row % 4)
         row_position = position + TOKENS_PER_TILE + ROWS * row_pass
         _, address = self.finder.locate(keys.mKV, keys.zero_row, own_entry, row_position, last, keys.page_size)

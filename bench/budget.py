@@ -1,7 +1,7 @@
 """The cycle budget's predictions of the cases, beside measurements; and the constants of the built kernel.
 
 python -m bench.budget                print the tables
-python -m bench.budget --calibrate    what results/h200.jsonl says of LATENCY_CYCLES and CTA_CYCLES
+python -m bench.budget --calibrate    fit LATENCY_CYCLES and CTA_CYCLES to results/h200.jsonl
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def watching(asked: Callable[[KernelSpec], None]) -> Iterator[None]:
     """Calls `asked` with each spec that an operator asks for inside of the block, before it is loaded or compiled.
 
     A call whose shapes are known uses a prepared launch and asks for no kernel, so all prepared launches are forgotten
-    first. Captured graphs keep what they hold of them.
+    first. Captured graphs keep the parts that they hold.
     """
     for name, module in list(sys.modules.items()):
         prepared: Any = getattr(module, "_prepared", None) if name.startswith("cute_kernels.") else None

@@ -306,7 +306,7 @@ def _error(rows: Sequence[int], out: torch.Tensor, case: DecodeCase) -> float:
 
 @dataclass(frozen=True)
 class MlaAppendCase(Case):
-    """The append of 65,536 tokens to shuffled pages, planar ones where a format has them."""
+    """The append of 65,536 tokens to shuffled pages, planar ones if the format has them."""
 
     cache_format: str
     op: ClassVar[str] = "mla_fp8_append"

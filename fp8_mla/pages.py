@@ -28,7 +28,7 @@ def row_views(
         kv_cache: (num_pages, page_size, bytes) or (num_pages, page_size, 1, bytes), uint8 or float8_e4m3fn; bytes is
             one of the format's `cache_bytes`. `num_pages` may be 0.
         token_format: a format or its name.
-        cache_layout: "planar" or "interleaved" where the format has both; None: planar.
+        cache_layout: "planar" or "interleaved" if the format has both; None: planar.
         name: name of the first argument, for messages.
 
     Returns:
@@ -132,7 +132,7 @@ def read_pages(
         kv_cache: as `row_views` takes it.
         slots: int32 or int64 of any shape, ``page * page_size + offset``.
         token_format: a format or its name.
-        cache_layout: "planar" or "interleaved" where the format has both; None: planar.
+        cache_layout: "planar" or "interleaved" if the format has both; None: planar.
 
     Returns:
         (*slots.shape, token_bytes) uint8: all rows of each token, one after the other; zeros for an invalid slot.
@@ -165,7 +165,7 @@ def write_pages(
         slots: int32 or int64 of any shape, ``page * page_size + offset``. A token whose slot is invalid is skipped.
         tokens: (*slots.shape, token_bytes) uint8 or float8_e4m3fn.
         token_format: a format or its name.
-        cache_layout: "planar" or "interleaved" where the format has both; None: planar.
+        cache_layout: "planar" or "interleaved" if the format has both; None: planar.
 
     Raises:
         TypeError: a tensor has another dtype.

@@ -182,7 +182,7 @@ def caches_of(
     far = PagedCache.of([trace.compressed for trace in traces], kind.page_size, 1, pair[1])
     ages = torch.arange(size.window - 1, -1, -1, device=window.seqlens.device)
     newest = torch.arange(-size.next_tokens, 0, device=ages.device) + window.seqlens.long().view(-1, 1)
-    # Where a token sees fewer entries than another, the rest of its row is -1. Transposed, as padding goes first.
+    # If a token sees fewer entries than another, the rest of its row is -1. Transposed, as padding goes first.
     entries = [
         torch.where(trace.picked, torch.arange(trace.picked.shape[1], device=ages.device), fp8_mla.INVALID_SLOT)
         for trace in traces

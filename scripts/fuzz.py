@@ -1,6 +1,6 @@
 """Random calls of all public operators: valid ones against float64 and each other, invalid ones against their refusal.
 
-    python scripts/fuzz.py                         100,000 calls and 20,000 invalid ones; fewer where there is no GPU
+    python scripts/fuzz.py                         100,000 calls and 20,000 invalid ones; fewer without a GPU
     python scripts/fuzz.py --first-round 100000    other calls
     python scripts/fuzz.py --only sink_gradients --calls 20000      calls of one kind
     python scripts/fuzz.py --round 4711            a round again, in this process

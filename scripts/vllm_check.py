@@ -1,7 +1,7 @@
 """Check and measure our backends in vLLM's engine on an SM90 GPU, and write build/vllm_check.json.
 
     python scripts/vllm_check.py                              all parts; about ten minutes on 16 cores
-    python scripts/vllm_check.py --seconds 280                what can be had in this time, the most telling first
+    python scripts/vllm_check.py --seconds 280                as much as fits into this time, the most telling first
     python scripts/vllm_check.py --parts speed --backends cute-int8,triton-int8 --contexts 1024,8192
     python scripts/vllm_check.py --parts warm                 compile the kernels that it needs; needs no GPU
 
@@ -404,7 +404,7 @@ def failures(found: dict[str, Any]) -> list[str]:
 
 
 def is_ours(name: str, engine: dict[str, Any]) -> bool:
-    """Returns whether an engine that should run our kernels has said so, and was heard where it calls them.
+    """Returns whether an engine that should run our kernels has said so, and was heard when it calls them.
 
     A DeepSeek-V4 engine says so in its first step, after it was asked.
     """

@@ -35,7 +35,7 @@ class Mismatch(RuntimeError):
 
 
 def require_agreement(name: str, got: torch.Tensor, want: torch.Tensor, largest: torch.Tensor) -> None:
-    """Compares the output of an op with that of attention here.
+    """Compares the output of an op with the output of attention here.
 
     Raises:
         Mismatch: they differ by more than rounding, or one is not a number.

@@ -158,7 +158,7 @@ def _mla(calls: Calls) -> None:
     dense = dense_case(seqlens=[0, 1, 65, 200], h_q=16, s_q=2, page_size=16, padded=False)
     wild = sparse_case(batch=1, h_q=64, topk=70, num_slots=256, scales="mixed", padded=False)
     for num_splits in (1, 3, None):
-        exchanges = EXCHANGES if num_splits else (None,)  # shares, where no splits are asked for
+        exchanges = EXCHANGES if num_splits else (None,)  # shares if no splits are requested
         calls.decode(sparse, "sparse", num_splits, exchanges)
         calls.decode(dense, "dense", num_splits, exchanges)
     calls.decode(dataclasses.replace(wild, s_aux=torch.zeros(64)), "scales of very different size", 1, EXCHANGES)

@@ -76,7 +76,7 @@ def flash_attn_with_kvcache(
         v: likewise.
         cache_seqlens: (batch,) int32 or a number: tokens in the cache, without those of `k`; default: all of it.
         page_table: (batch, max_pages) int32.
-        cu_seqlens_q: with `max_seqlen_q`, where all sequences have that many query tokens. Its contents are not read.
+        cu_seqlens_q: with `max_seqlen_q`, if all sequences have that many query tokens. Its contents are not read.
         max_seqlen_q: query tokens of each sequence, with `cu_seqlens_q`.
         softmax_scale: default d ** -0.5.
         causal: query j sees the first ``length - s_q + 1 + j`` keys.
@@ -93,7 +93,7 @@ def flash_attn_with_kvcache(
 
     Returns:
         out of q's shape and dtype; with `return_softmax_lse` also lse (batch, h_q, s_q), for packed q (h_q, tokens),
-        float32: natural log, the sink among what it sums up, as in FlashAttention, so that parts can be merged by it.
+        float32: natural log, the sink included in its sum, as in FlashAttention, so that parts can be merged by it.
         A query that sees no key has out 0 and the sink's logit, or -inf.
 
     Raises:

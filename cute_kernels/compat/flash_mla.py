@@ -54,7 +54,7 @@ def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta | tor
         **kwargs: the same by name.
 
     Returns:
-        (`FlashMLASchedMeta`, None); or, where `cache_seqlens` (batch,) is given, int32 tensors on its device of shapes
+        (`FlashMLASchedMeta`, None); or, if `cache_seqlens` (batch,) is given, int32 tensors on its device of shapes
         (1, 8) and (batch + 1,): a schedule with one row, and one split per sequence.
     """
     cache_seqlens = args[0] if args else kwargs.get("cache_seqlens")
@@ -88,7 +88,7 @@ def flash_mla_with_kvcache(
     descale_q: torch.Tensor | None = None,
     descale_k: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode over a paged FP8 or FP4 cache: sparse where `indices` is given, dense otherwise.
+    """Decode over a paged FP8 or FP4 cache: sparse if `indices` is given, dense otherwise.
 
     Args:
         q: (batch, s_q, h_q, 576 or 512) bfloat16.

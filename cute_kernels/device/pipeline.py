@@ -22,7 +22,7 @@ from cutlass._mlir.dialects.nvvm import MemScopeKind
 
 
 class Slot(NamedTuple):
-    """Where a tile is: the stage, and the parity of the phase in which the stage's barriers complete for it."""
+    """The place of a tile: the stage, and the parity of the phase in which the stage's barriers complete for it."""
 
     index: Int32
     phase: Int32

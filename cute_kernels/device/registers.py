@@ -1,4 +1,4 @@
-"""Register allocation: how to keep ptxas from rematerializing a value where that costs more than a register."""
+"""Register allocation: how to keep ptxas from rematerializing a value if that costs more than a register."""
 
 import cutlass.cute as cute
 from cutlass import Int32

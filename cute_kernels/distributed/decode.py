@@ -82,7 +82,7 @@ def context_parallel_decode(
             blocks, and receives world_size times fewer bytes.
         interleave: number of consecutive tokens that go to one rank before the next rank's turn.
         gather_q: q has this rank's heads only, and those of all ranks are gathered first.
-        combine: how partials are exchanged. None: "symmetric" where ranks can, and partials fit into buffers of 64 MiB
+        combine: how partials are exchanged. None: "symmetric" if ranks can, and partials fit into buffers of 64 MiB
             a rank, else "collective"; the two may differ in the last bit. "collective": one collective of the group,
             then `merge_states`. "symmetric": one launch stores them to the other ranks' memory and merges them as they
             arrive, over torch's symmetric memory, for GPUs of one host that reach each other. The first call makes the
@@ -98,10 +98,10 @@ def context_parallel_decode(
 
     Raises:
         TypeError, ValueError: before partials are exchanged, naming the argument, what it got and what it needs. Also
-            if gradients are enabled and a tensor requires them: there is no backward. On CPUs, where ranks' calls
+            if gradients are enabled and a tensor requires them: there is no backward. On CPUs, if ranks' calls
             differ, on every rank: they tell each other of each call. On GPUs, which do not wait for that, results are
-            NaN where ranks differ in shape or dtype of their partials, heads, interleave or gather_q.
-        RuntimeError: another rank failed, or did not call within the group's timeout. With "symmetric" also where ranks
+            NaN if ranks differ in shape or dtype of their partials, heads, interleave or gather_q.
+        RuntimeError: another rank failed, or did not call within the group's timeout. With "symmetric" also if ranks
             share no memory, or the first call is under graph capture.
     """
     member = Member.of(group)

@@ -5,9 +5,9 @@ Tokens are dealt to ranks in turn, `interleave` at a time: the token at position
 ``p // (interleave * world_size) * interleave + p % interleave``. An interleave of 1 balances best, one of a page moves
 whole pages, and one of at least ``context / world_size`` cuts the context into one contiguous range a rank.
 
-A rank's block table is an ordinary one over its local positions. Where each page holds page_size tokens of *every*
+A rank's block table is an ordinary one over its local positions. If each page holds page_size tokens of *every*
 rank, as in vLLM and SGLang, all ranks have the same table, ``ceil(length / (page_size * world_size))`` entries long.
-Where a page belongs to one rank, `shard_block_table` picks a rank's entries.
+If a page belongs to one rank, `shard_block_table` picks a rank's entries.
 
 All functions take the `rank` whose tokens are asked for, the `world_size`, which is the number of ranks, and the
 `interleave`. They are torch arithmetic on the device of their tensors, without synchronization: a CUDA graph captures

@@ -20,9 +20,9 @@ class KvAppendSpec:
 
     dtype        of the new keys and values: "bfloat16" or "float16"
     d            head dimension
-    k_scale      what shares a scale: "given" (per_tensor and per_head: read), "per_token", "per_token_head",
+    k_scale      values that share a scale: "given" (per_tensor and per_head: read), "per_token", "per_token_head",
                  "per_group_32" or "per_group_64"
-    v_scale      what shares a scale of the values; names as for k_scale
+    v_scale      values of V that share a scale; names as for k_scale
     scale_dtype  dtype of both scales: "float16" or "float32"
     kind         the kind of `kv_append`
     x_packed     the layout is paged_vllm. One kernel serves all others through their strides.

@@ -424,7 +424,7 @@ def quantize_rotated(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     (`gqa.rotation_reference`).
     scale = (high - low) / 15, at least 1e-6, where low and high are the least and largest of y and 0; zero point =
     -low / scale and code = y (1 / scale) + zero point, both rounded half up and clamped to [0, 15]. An element of y
-    is (code - zero point) x scale. Where y has both signs these are the bits of vLLM's `int4_per_token_head`; with one
+    is (code - zero point) x scale. If y has both signs these are the bits of vLLM's `int4_per_token_head`; with one
     sign that clamps the zero point instead, which loses a vector whose first channel is much larger than all others.
 
     Args:

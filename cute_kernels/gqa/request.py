@@ -102,7 +102,7 @@ class Options(TypedDict, total=False):
         shares memory with no other argument.
     lse: (batch, s_q, h_q) float32 to write to. It shares memory with no other argument.
     return_lse: also return the log-sum-exp.
-    cache_starts: (batch,) int32, the first token of each sequence that queries may see. What is before it is padding;
+    cache_starts: (batch,) int32, the first token of each sequence that queries may see. Earlier tokens are padding;
         whole tiles of padding are not read. Negative counts as 0. Positions stay as they are.
     kind: "int8_k_int4_v" or "int4" if `kv_append` stored that, since the dtypes do not say it. Scales are float32, per
         token and head; see `cute_kernels.gqa.reference.quantize_rotated`.

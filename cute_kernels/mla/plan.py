@@ -89,7 +89,7 @@ def plan_decode(
             of them, and optimal for the greatest.
         num_sms: SMs of the device; one CTA fills one.
         ragged: lengths may differ. CTAs then share key tiles instead of queries, unless num_splits or exchange is
-            forced. They also do where splits would otherwise fill the last of several waves.
+            forced. They also do if splits would otherwise fill the last of several waves.
         num_splits: forces the number; at most MAX_SPLITS. If it exceeds the number of key tiles, some CTAs have no
             work. The planner then leaves everything that changes bits alone.
         exchange: forces the exchange.

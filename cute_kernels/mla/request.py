@@ -55,7 +55,7 @@ class Options(TypedDict, total=False):
     s_aux: (h_q,) float32, a logit per head in natural-log units that joins the softmax denominator alone.
     num_splits: number of CTAs that split the keys of each query. Default: planned from the shapes. For several queries
         with lengths the plan is a balanced schedule: each CTA gets an equal share of all their keys.
-    exchange: what two CTAs with 64 heads each send each other of every key that one of them has gathered: "codes",
+    exchange: form in which two CTAs of 64 heads each send each other every key that one of them has gathered: "codes",
         its 656 bytes; "values", 16-bit numbers; or "none", where each CTA gathers all keys. Default: "none". With more
         than 64 heads and a given number of splits all three give the same bits.
     scores: "exact", the only value and the default: S = Q K^T is a float32 sum of exact products. The log-sum-exp is
@@ -69,7 +69,7 @@ class Options(TypedDict, total=False):
         or ("v4.1", "v4.1_fp4"); not "v4.1_fp4" twice.
     extra_indices: (batch, s_q, extra_topk) int32, as `indices`: slots of the second cache.
     extra_topk_length: as `topk_length`, for `extra_indices`.
-    extra_cache_format: as `cache_format`. Default: what pairs with the first and has as many bytes.
+    extra_cache_format: as `cache_format`. Default: the format that pairs with the first and has as many bytes.
     out: (batch, s_q, h_q, 512) bfloat16 to write to; rows contiguous and 16-byte aligned. It may be q itself if q has
         512 columns, and shares memory with no other argument.
     lse: (batch, s_q, h_q) float32 to write to. It shares memory with no other argument.

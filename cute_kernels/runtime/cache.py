@@ -1,7 +1,7 @@
 """Compiled kernels on disk: their names, and how processes share a directory of them without trusting each other.
 
 An entry is one file, `<class>-<digest>.so`. It is self-contained and has no Python in it: loading it needs neither
-cutlass nor a compiler. Where no C compiler can link it, it is the object file `<class>-<digest>.o`, and loading that
+cutlass nor a compiler. If no C compiler can link it, it is the object file `<class>-<digest>.o`, and loading that
 imports cutlass.
 
 - A writer works in a scratch directory and renames the finished file, so a reader sees a whole file or none.
@@ -87,8 +87,8 @@ _warned_about: set[Path] = set()
 class KernelSpec(Protocol):
     """Compile-time facts of a kernel: a frozen dataclass whose repr names every field, with these two members.
 
-    It may also have `compile_options: str`, further options of `cute.compile`, and `expected`: what tests hold the
-    compiled kernel to.
+    It may also have `compile_options: str`, further options of `cute.compile`, and `expected`: limits of the compiled
+    kernel, which tests check.
     """
 
     @property

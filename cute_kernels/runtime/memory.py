@@ -120,7 +120,7 @@ def constants(device: torch.device) -> Constants:
 def template(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Returns a tensor of this shape on one element of memory (four bytes at most), for `empty_like` to copy.
 
-    `torch.empty` takes 2.4 us with a dtype and a device, and longer where a program has set a default device; an
+    `torch.empty` takes 2.4 us with a dtype and a device, and longer if a program has set a default device; an
     addition takes 2.7 us on the same host.
     """
     return constants(device).no_sink[:1].view(dtype)[0].expand(shape)

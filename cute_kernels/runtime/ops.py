@@ -57,7 +57,7 @@ class Option:
     given    given(value) is what a kernel gets for a value that is not None; a bool becomes 0 or 1
     hidden   only adapters of this package may give it, so a request may lack it
     later    added to the operator after its first release: the schema has its default
-    schema   torch's type, where the annotation does not say it; "" for what only eager calls know
+    schema   torch's type, if the annotation does not imply it; "" for options that only eager calls know
     """
 
     default: Any = None
@@ -173,7 +173,7 @@ class Operator:
     def refuse_unknown(self, options: Values) -> None:
         """Raises the error that Python raises for a keyword argument that a function does not have.
 
-        Callers ask only where a request has more names than `defaults`.
+        Callers ask only if a request has more names than `defaults`.
         """
         name = next(name for name in options if name not in self._options)
         raise TypeError(f"{self.name}() got an unexpected keyword argument {name!r}")
@@ -286,7 +286,7 @@ class Operator:
         """Registers the operator with torch for CPU and CUDA tensors, and returns the function that callers use.
 
         That function takes a request. In eager mode it calls `run` directly, which saves the 7 us of torch's
-        dispatcher. It calls the operator while something traces (see `is_traced`), and where autograd must record the
+        dispatcher. It calls the operator while something traces (see `is_traced`), and if autograd must record the
         call.
 
         Args:

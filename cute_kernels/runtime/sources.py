@@ -44,7 +44,7 @@ def sources(*modules: str) -> list[Path]:
     """Returns the files of modules of one package and all that they import, directly or not, of it and FORMATS_PACKAGE.
 
     They are read from the syntax trees: imports inside of functions count, those under TYPE_CHECKING do not. The
-    `__init__.py` of a package counts where the package itself is imported.
+    `__init__.py` of a package counts if the package itself is imported.
 
     Raises:
         ValueError: there is no such module, or it has no source file.

@@ -25,7 +25,7 @@ class Untrusted(OSError):
     """A file or directory that another user could have written or replaced.
 
     Attributes:
-        remedy: a command that repairs it, or "" where this user cannot.
+        remedy: a command that repairs it, or "" if this user cannot.
     """
 
     def __init__(self, reason: str, remedy: str = "") -> None:

@@ -117,9 +117,9 @@ def sink_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Compute gradients of attention with sinks, for callers who differentiate by hand, such as rings.
 
-    `sink_attention` does this by itself where autograd records it. Here k and v may be some of the keys that the
+    `sink_attention` does this by itself if autograd records it. Here k and v may be some of the keys that the
     queries see: given the out and lse of all of them, dq of the parts add up, and dk and dv are those of the part.
-    The gradient of s_aux belongs to the queries, so every part returns all of it: take that of one.
+    The gradient of s_aux belongs to the queries, so every part returns all of it: take one part's.
 
     CPU tensors run the reference, which computes in float64 from the out and lse that it is given.
     `cute_kernels.sink.request` has the arguments.

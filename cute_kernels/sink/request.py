@@ -133,7 +133,7 @@ class BackwardOptions(Shared, total=False):
     cu_seqlens_k: likewise.
     deterministic: likewise.
     delta: lse's shape, float32: the sum over d of dout * out of each query, if the caller has it; out is not read
-        then. Where a loss depends on lse too, pass that sum minus the gradient of lse, and s_aux None.
+        then. If a loss depends on lse too, pass that sum minus the gradient of lse, and s_aux None.
     """
 
     delta: torch.Tensor | None

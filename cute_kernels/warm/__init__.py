@@ -35,7 +35,7 @@ class WarmReport:
     compiled   the needed kernels that were compiled now
     missing    the needed kernels that are not on disk afterwards: the cache cannot be written, and a warning said so
     seconds    duration of the warm start
-    directory  where entries lie
+    directory  directory of the entries
     """
 
     specs: tuple[KernelSpec, ...]
@@ -95,7 +95,7 @@ def warm(
         progress: whether to show a progress bar on stderr, if rich is installed.
 
     Returns:
-        The kernels that are needed and those that were compiled, how long it took, and where entries lie.
+        The kernels that are needed and those that were compiled, how long it took, and the directory of the entries.
 
     Raises:
         ValueError: no kernel has such a shape; the message says why.

@@ -72,7 +72,7 @@ class Quantizer:
             power = cutlass.select_(size < 1.0 / FAR, Float32(FAR), power)
             scale = scale * power
             if const_expr(kind != GIVEN):
-                if power != 1.0:  # also where there is an Inf
+                if power != 1.0:  # also if there is an Inf
                     self._packed(rX, "min.NaN", 0x7F7F)
                     self._packed(rX, "max.NaN", 0xFF7F)
                     if power > 1.0:

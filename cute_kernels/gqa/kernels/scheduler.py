@@ -32,7 +32,7 @@ class WorkList(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What the caller says of a sequence: its length, and its first key, 0 if that is the first token."""
+    """A sequence in the caller's arguments: its length, and its first key, 0 if that is the first token."""
 
     length: Int32
     start: Int32
@@ -131,7 +131,7 @@ class Scheduler:
         return self.extent_of(work_list, self.given(work_list, b))
 
     def given(self, work_list: WorkList, b: Int32) -> Given:
-        """Starts loading what the caller says of sequence b."""
+        """Starts loading the caller's length and first key of sequence b."""
         start = work_list.mStarts[b] if self.spec.starts else Int32(0)
         return Given(work_list.mLengths[b], start)
 

@@ -20,10 +20,10 @@ class SmemViews(NamedTuple):
     tiles         stages x (K, V) x keys x d x itemsize: rows of 128 bytes (64, 32), swizzled; pages of paged_vllm as
                   they lie in global memory
     q             2 buffers x terms x columns x d as fragments of B: a lane's 16 bytes of two k steps are neighbours;
-                  then the sum of each column, float32, where K has zero points
-    warp_o        teams x columns x (d + 4) float32: O of each team; a team is a warp where warps do not split d
+                  then the sum of each column, float32, if K has zero points
+    warp_o        teams x columns x (d + 4) float32: O of each team; a team is one warp unless warps split d
     warp_softmax  2 x (teams + 1) x columns float32: row_max and row_sum of each team, and of all for a cluster
-    s_parts       2 tiles x warps x 16 x columns float32: parts of S, where warps split d; see `qk`
+    s_parts       2 tiles x warps x 16 x columns float32: parts of S, if warps split d; see `qk`
     constants     3 buffers x columns x 3 float32: see `column_constants`
     scales        stages x keys x scales of a token, float32
     page_exists   a bit for each TMA copy of a stage: its page exists

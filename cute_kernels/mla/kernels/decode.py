@@ -3,7 +3,7 @@
 A CTA has work tiles: 8, 16, 32 or 64 heads of a query token times a range of its keys, in key tiles of 64. With
 `swap_ab` keys are the M side of both products: S^T = K Q^T and O^T += V^T P^T. Keys and values become wgmma operands
 in registers, by the warpgroups that multiply, from raw rows in shared memory; few heads waste no padding. Rows come by
-cp.async, or by TMA where a dense key tile is a part of one page, and are read twice. S goes as float32 through shared
+cp.async, or by TMA if a dense key tile is a part of one page, and are read twice. S goes as float32 through shared
 memory to the softmax, and P from there as float16 to PV. QK of a tile does not depend on PV of the tile before.
 
 Float32 scales (V3.2). Codes go to the tensor core unscaled: e4m3 is exact in float16, and one conversion makes two.
@@ -57,7 +57,7 @@ Mbarriers of a dense call with 64 heads: arrivals and bytes that complete a phas
   p_full[2]         128                 P, weights, flags and factors are stored
   p_empty[2]        256                 the last wgmma of PV has read P
   rope_empty[2]     128                 QK has read the rope part
-keys_full counts 128 threads and their cp.async, and one arrival that announces the bytes of TMA, if any. Where the load
+keys_full counts 128 threads and their cp.async, and one arrival that announces the bytes of TMA, if any. If the load
 warpgroup issues all loads (sparse keys, or up to 16 heads) it has 256 arrivals, and there is no rope_empty.
 
 Mbarriers of a sparse call with 16 heads

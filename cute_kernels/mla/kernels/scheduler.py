@@ -108,7 +108,7 @@ class Scheduler:
 
     A query has key tiles of the first cache, then those of the second, if any: no tile has keys of both.
 
-    Uniform: a work tile is a block of heads of a query over all of its keys or, where it is `split`, over one of
+    Uniform: a work tile is a block of heads of a query over all of its keys or, if it is `split`, over one of
     num_splits equal parts. CTA b has the work tiles b, b + ctas, ...
 
     Balanced: a work tile is a query, and neighbouring CTAs, one for each block of heads, have an equal share of the key

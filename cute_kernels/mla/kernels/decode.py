@@ -7,7 +7,7 @@ cp.async, or by TMA if a dense key tile is a part of one page, and are read twic
 memory to the softmax, and P from there as float16 to PV. QK of a tile does not depend on PV of the tile before.
 
 Float32 scales (V3.2). Codes go to the tensor core unscaled: e4m3 is exact in float16, and one conversion makes two.
-Scales are applied later:
+Scales are applied as follows:
     S = q_rope k_rope + sum_j scale_j (q_j code_j)     in float32, between the products of quant tiles j
     O_j += P (scale_j code_j)                          scale_j code_j rounded to float16
 So scores are as exact as float32 sums, whatever the scales. Powers of two keep other numbers in range of float16: one

@@ -150,10 +150,10 @@ def issue_tma(
 class KeyLoader:
     """Device code for 128 threads, a warp for 16 rows of a tile: no byte of a row passes through a register.
 
-    Each cp.async copies 16 bytes and arrives on the stage's barrier when it ends. Each lane finds one row, reads its
-    entry of the index list or block table a tile ahead, and hands the address to the lanes that copy the row. If one
-    page holds all keys of a tile, which happens with dense keys, and the spec has `page_tma`, one thread issues three
-    TMA loads of 64 rows instead.
+    Each cp.async copies 16 bytes; a thread arrives on the stage's barrier when its copies end. Each lane finds one row,
+    reads its entry of the index list or block table a tile ahead, and hands the address to the lanes that copy the row.
+    If one page holds all keys of a tile, which happens with dense keys, and the spec has `page_tma`, one thread issues
+    three TMA loads of 64 rows instead.
 
     If a format's codes are expanded, the end of the copies does not arrive on `keys`; the expanding role arrives.
 

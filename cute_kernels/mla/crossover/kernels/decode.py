@@ -3,7 +3,7 @@
 A CTA has work tiles: 64 heads of a query token times a range of its keys, in key tiles of 64. Heads are the M side of
 both products, S = Q K^T and O += P V, and keys and values lie in shared memory as float16. The QK warpgroup makes P.
 
-Scales. Codes go to the tensor core unscaled: e4m3 is exact in float16. Scales are float32 and applied later:
+Scales. Codes go to the tensor core unscaled: e4m3 is exact in float16. Scales are float32, applied as follows:
     S = q_rope k_rope + sum_j scale_j (q_j code_j)     in float32, between the products of quant tiles j
     O_j += (P scale_j) code_j                          P scale_j rounded to float16
 Values out of float16's range are found and handled: Q (`QConverter.prepare`), P scale_j (`PvWarpgroups.add_by_powers`).

@@ -177,7 +177,7 @@ def key_views(smem, spec: SinkBackwardSpec) -> KeyViews:
 
 
 def peer_k_layout(spec: SinkBackwardSpec):
-    """Returns the layout, in a pair, of half of the other CTA's columns of K, (keys of the CTA, 64, 1)."""
+    """Returns the layout, in a pair, of half of the columns of the other CTA's K, (keys of the CTA, 64, 1)."""
     shape = (ROWS, spec.keys_of_cta, spec.columns)
     return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, DTYPES[spec.dtype], 1)
 

@@ -14,7 +14,7 @@ FLASHMLA_OF_V4: Final = "vllm.models.deepseek_v4.nvidia.flashmla"
 
 
 def attention_of_v4(worker: Any) -> None:
-    """Makes each decoding call of V4 also run on FlashMLA, whose output is only compared."""
+    """Makes each decoding call of V4 also run on FlashMLA, whose output is compared with ours."""
     module = importlib.import_module(FLASHMLA_OF_V4)
     ours = module.flash_mla_with_kvcache
     found: dict[str, Any] = {"calls": 0, "apart": []}

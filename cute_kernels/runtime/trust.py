@@ -142,7 +142,7 @@ def open_file(path: Path, flags: int) -> int:
 
 @contextlib.contextmanager
 def private_path(data: bytes, suffix: str, *spare: Path) -> Iterator[Path]:
-    """Returns a new path to a file with content `data` that only this process can reach. Both are gone at exit.
+    """Yields a new path to a file with content `data` that only this process can reach. Both are gone at exit.
 
     The data is in memory, so a temporary directory that forbids execution (noexec) works too. The path is a link in a
     new directory, because dlopen does not read a file whose path it knows: it returns the library that it has loaded

@@ -133,7 +133,7 @@ class Merge(Epilogue):
         column_warps: Int32,
         lane: Int32,
     ):
-        """Returns this warp's share of a column: its partials' sum, relative to all, and the column's log-sum-exp."""
+        """Stores this warp's share of a column, the sum of its partials relative to all, and the log-sum-exp."""
         spec = self.spec
         sConstants, sO = column_constants(spec, constants), warp_o_tensor(spec, smem)
         raw = cute.make_rmem_tensor((4, self.per_lane, PARTIALS_IN_FLIGHT), Float32)

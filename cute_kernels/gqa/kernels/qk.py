@@ -113,7 +113,7 @@ class QK(Fragments):
 
     @cute.jit
     def sum_of_parts(self, acc_s: list, parts: cute.Pointer, thread: Thread):
-        """Returns S of the whole team; waits for its warps."""
+        """Sums S of the whole team into `acc_s`; waits for the team's warps."""
         split = self.spec.d_split
         cute.arch.barrier(barrier_id=NamedBarrier.TEAM + thread.team, number_of_threads=32 * split)
         other = cute.make_rmem_tensor(4, Float32)

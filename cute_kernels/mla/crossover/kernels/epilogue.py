@@ -83,7 +83,7 @@ class Epilogue:
 
     @cute.jit
     def normalize(self, acc_o, row_sum: cute.Tensor, denominator: cute.Tensor):
-        """Returns O / WEIGHT / denominator row by row; 0 for rows without keys."""
+        """Divides O by WEIGHT and by `denominator`, row by row; rows without keys become 0."""
         for r in cutlass.range_constexpr(2):
             denominator[r] *= WEIGHT
         softmax.normalize(acc_o, row_sum, denominator)

@@ -97,7 +97,7 @@ class GrowingLayer(DynamicLayer):
         return self._config is not None and self._config._attn_implementation == name
 
     def for_any_attention(self, keys: torch.Tensor, attribute: str) -> None:
-        """Marks a copy's dequantized keys with this layer: one of our attentions may read its codes and set its config."""
+        """Marks a copy's dequantized keys with this layer: our attentions may read its codes and set its config."""
         if self._config is None:
             setattr(keys, attribute, self)
 

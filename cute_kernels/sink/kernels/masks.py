@@ -18,7 +18,7 @@ NEVER = 1 << 30  # above every query and every key
 
 
 class Visibility(NamedTuple):
-    """The mask of a call: keys that a query sees at most, its own included, and how far past its own position it sees."""
+    """The mask of a call: most keys that a query sees, its own included, and how far past its own position."""
 
     window: Int32
     reach: Int32
@@ -146,7 +146,7 @@ class KeyMasks:
 
     @cute.jit
     def query_range(self, first: Int32, s_q: Int32, s_k: Int32, visible: Visibility) -> TileRange:
-        """Returns the queries that see a work tile of keys from `first` on; they begin at a multiple of the tile size."""
+        """Returns the queries that see a work tile of keys from `first` on, from a multiple of the tile size on."""
         shift = s_k - s_q
         begin = cutlass.max(first - shift - visible.reach, 0) & -self.spec.queries
         end = s_q

@@ -1,7 +1,7 @@
-"""What the cycle budget says of the cases, beside what was measured; the constants of the built kernel.
+"""The cycle budget's predictions of the cases, beside measurements; and the constants of the built kernel.
 
 python -m bench.budget                print the tables
-python -m bench.budget --calibrate    what results/h200.jsonl says of LATENCY_CYCLES and CTA_CYCLES
+python -m bench.budget --calibrate    fit LATENCY_CYCLES and CTA_CYCLES to results/h200.jsonl
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from cute_kernels.mla.plan import DecodePlan, plan_decode
 HEADS: Final = 128
 READERS: Final = HEADS // HEADS_OF_CTA
 FEW_HEADS: Final = 16
-"""Heads of a CTA up to which the kernel has another design."""
+"""Most heads of a CTA for which the kernel has another design."""
 PUBLISHED: Final = (
     ("published estimate, no cluster", variants.OVERLAPPED),
     ("published estimate, crossover", variants.CROSSOVER_ASYNC),
 )
 LONG, SHORT = MlaCase("sparse", 128, 128, 2), MlaCase("sparse", 128, 128, 4, 512)
-"""The two cases that the constants of the built kernel are made from."""
+"""The two cases from which the constants of the built kernel are fitted."""
 PREDICTED: Final = tuple(case for case in mla.V32_CASES if not case.ragged)
-"""What the budget has a prediction of: it knows no lengths, and no other format."""
+"""Cases that the budget predicts: it supports neither ragged lengths nor other formats."""
 CEILINGS: Final = {"read_gbps": "read_GBps", "copy_gbps": "copy_GBps", "gemm_tflops": "bf16_gemm_TFLOPs"}
-"""Rates of a card, and the ceilings of a record that they are."""
+"""Rates of a card, and the ceilings of a record that measure them."""
 Table = list[list[str]]
 """Rows of cells, the header first."""
 
@@ -54,17 +54,17 @@ Table = list[list[str]]
 
 
 def plan(case: MlaCase, sms: int) -> DecodePlan:
-    """How the planner cuts a case on a card with so many SMs."""
+    """Plans how a case is cut on a card with `sms` SMs."""
     sizes = {"batch": case.batch, "h_q": case.h_q, "s_q": case.s_q, "max_keys": case.keys}
     dense = case.mode == "dense"
     return plan_decode(sparse=not dense, num_sms=sms, ragged=case.ragged or dense, **sizes)
 
 
 def launch(case: MlaCase, sms: int) -> model.MlaLaunch:
-    """The plan as the budget takes it, which knows no lengths. The queries of a sequence share a dense cache.
+    """Returns the plan in the budget's form, which knows no lengths. The queries of a sequence share a dense cache.
 
     Raises:
-        ValueError: they are ragged.
+        ValueError: the lengths are ragged.
     """
     if case.ragged:
         raise ValueError(f"case: got {case.name}, needs requests of one length")
@@ -76,26 +76,26 @@ def launch(case: MlaCase, sms: int) -> model.MlaLaunch:
 
 
 def built(case: MlaCase, sms: int) -> MlaVariant:
-    """The variant of the kernel that the planner asks for."""
+    """Returns the variant of the kernel that the planner asks for."""
     heads = getattr(plan(case, sms).spec, "heads", None)
-    if heads is None:  # the crossover, which has one size
+    if heads is None:  # the crossover has only one size
         return TURNS
     return MLA_BUILT if heads == HEADS_OF_CTA else MLA_NARROW if heads <= FEW_HEADS else MLA_HALF
 
 
 def predict_mla(case: MlaCase, variant: MlaVariant | None = None, rates: Rates = H200) -> model.Prediction:
-    """The time of a case without ragged lengths."""
+    """Predicts the time of a case without ragged lengths."""
     return model.predict_mla(launch(case, rates.sms), variant or built(case, rates.sms), rates)
 
 
 def predicted_cycles(case: MlaCase, rates: Rates = H200) -> float:
-    """The prediction in the unit of "cycles_per_token"."""
+    """Returns the prediction in the unit of "cycles_per_token"."""
     us = predict_mla(case, rates=rates).us
     return round(model.spread_cycles(us, rates.sm_mhz, case.tokens_spread, rates.sms), 1)
 
 
 def predict_gqa(case: gqa.GqaDecodeCase, rates: Rates = H200) -> model.Prediction:
-    """The time of a case, without what a small kernel before the decode takes."""
+    """Predicts the time of a case, without the small kernel before the decode."""
     spec, *_ = case.specs(rates.sms)
     return model.predict_gqa(
         case.bytes_moved, spec.cluster > 1, rates, token_scales=gqa.has_token_scales(case.scales)
@@ -106,7 +106,7 @@ def predict_gqa(case: gqa.GqaDecodeCase, rates: Rates = H200) -> model.Predictio
 
 
 def mla_table(rates: Rates = H200) -> Table:
-    """Cycles per token and CTA of each unit, for each variant with 128 heads, below the published estimate."""
+    """Returns cycles per token and CTA of each unit, for variants with 128 heads and the published estimate."""
     rows = [["variant", "state", *map(str, Unit), "cycles", "binds"]]
     for name, variant in PUBLISHED:
         rows.append([name, "estimate", *_budget_cells(model.budget(variant, PUBLISHED_H800, READERS), published=True)])
@@ -117,7 +117,7 @@ def mla_table(rates: Rates = H200) -> Table:
 
 
 def _budget_cells(found: model.Budget, published: bool = False) -> list[str]:
-    # what the published estimate does not speak of has no number there
+    # units that the published estimate leaves out have no number there
     silent = {Unit.POWER, Unit.SMEM, Unit.GATHER, Unit.DSM, Unit.HBM, Unit.LATENCY} if published else set()
     cells = ["–" if unit in silent else _short(found.demands[unit]) for unit in Unit]
     binds = Unit.TENSOR if published and found.binds is Unit.POWER else found.binds
@@ -125,7 +125,7 @@ def _budget_cells(found: model.Budget, published: bool = False) -> list[str]:
 
 
 def gqa_table(rates: Rates = H200) -> Table:
-    """Cycles per token and KV head of each unit, for each kind of cache with heads of 128."""
+    """Makes a table of cycles per token and KV head of each unit, for each kind of cache with heads of 128."""
     units = [unit for chain in GQA_VARIANTS[0].chains for unit in chain]
     rows = [["cache", "bytes", *map(str, units), "cycles", "binds"]]
     for variant in GQA_VARIANTS:
@@ -136,7 +136,7 @@ def gqa_table(rates: Rates = H200) -> Table:
 
 
 def speed_table(rates: Rates = H200) -> Table:
-    """What each variant should take in three cases: microseconds and TFLOP/s."""
+    """Makes a table of each variant's predicted time in three cases: microseconds and TFLOP/s."""
     shown = [LONG, MlaCase("sparse", 128, 128, 2, 32768), MlaCase("sparse", 1, 128)]
     rows = [["variant", "state", *(f"{_size(case)}, topk {case.keys}" for case in shown)]]
     for variant in MLA_VARIANTS:
@@ -148,9 +148,9 @@ def speed_table(rates: Rates = H200) -> Table:
 
 
 def rates_of(record: Record) -> Rates:
-    """The rates of a record's card: of another one than an H200 with the ceilings that were measured on it.
+    """Returns the rates of a record's card; other cards than an H200 get the ceilings that were measured on them.
 
-    The constants of the kernels are those of the H200's record, so errors on another card are of a forecast.
+    The constants of the kernels come from the H200's record, so errors on another card are errors of a forecast.
     """
     if H200.card in record["card"]:
         return H200
@@ -159,7 +159,7 @@ def rates_of(record: Record) -> Rates:
 
 
 def mla_errors(record: Record) -> Table:
-    """Every MLA case of a record with its prediction."""
+    """Makes a table of every MLA case of a record with its prediction."""
     rates = rates_of(record)
     rows = [["`mla_fp8_decode`", "keys", "us", "p10 .. p90", "back to back", "predicted, us", "error", "binds"]]
     for bench in PREDICTED:
@@ -176,7 +176,7 @@ def mla_errors(record: Record) -> Table:
 
 
 def gqa_errors(record: Record) -> Table:
-    """The GQA cases of a record with their predictions: how many, and how far off."""
+    """Makes a table of predictions for the GQA cases of a record: their number, and their errors."""
     errors, rates = dict[str, list[float]](), rates_of(record)
     for bench in gqa.DECODE_CASES:
         case = find_case(record, bench.key)
@@ -192,12 +192,12 @@ def gqa_errors(record: Record) -> Table:
 
 
 def measured(case: Mapping[str, Any]) -> float:
-    """Microseconds that the budget predicts: of calls back to back."""
+    """Returns the microseconds that the budget predicts: of calls back to back."""
     return case.get("us_back_to_back", case["us"])
 
 
 def calibrated(record: Record) -> tuple[float, float]:
-    """(LATENCY_CYCLES, CTA_CYCLES) from the two named cases of a record.
+    """Fits (LATENCY_CYCLES, CTA_CYCLES) to the two named cases of a record.
 
     Raises:
         ValueError: the record lacks one of them.
@@ -223,7 +223,7 @@ def _short(value: float) -> str:
 
 
 def markdown(rows: Table) -> list[str]:
-    """A table for a page."""
+    """Formats a table for a page."""
     return report_markdown.table(rows[0], rows[1:])
 
 
@@ -232,17 +232,17 @@ PARTS: Final[Mapping[str, Callable[[], list[str]]]] = {
     "budget-gqa": lambda: markdown(gqa_table()),
     "budget-speed": lambda: markdown(speed_table()),
 }
-"""Tables that no record changes, by the markers of scripts/results_table.py."""
+"""Tables that do not depend on a record, by the markers of scripts/results_table.py."""
 
 
 def errors(record: Record) -> list[str]:
-    """Both tables of errors; no lines where the record has no such case."""
+    """Returns both tables of errors; no lines if the record has no such case."""
     tables = [markdown(table) for table in (mla_errors(record), gqa_errors(record)) if len(table) > 1]
     return report_markdown.paragraphs(*tables)
 
 
 def predictions(rates: Rates = H200) -> list[str]:
-    """The tables that need no measurement, for a terminal."""
+    """Returns the tables that need no measurement, for a terminal."""
     return [
         f"Cycles per token and CTA of 64 heads, {HEADS} heads; rates of {rates.card}",
         *(*aligned(mla_table(rates)), "", "Time of a call"),

@@ -5,8 +5,8 @@
     bash scripts/run_h800_bench.sh --only 'sparse'    cases whose name matches
     bash scripts/run_h800_bench.sh --trace            a CTA's timeline by warp role as well
 
-Ten lines come first: the card, its ceilings, its clock under load, and the standard case of each operator with what it
-reaches and what binds it. Details follow, first the budget of each unit. Progress goes to standard error.
+Ten lines come first: the card, its ceilings, its clock under load, and the standard case of each operator with its
+speed and the unit that binds it. Details follow, first the budget of each unit. Progress goes to standard error.
 
 Writes bench.jsonl, and with --trace trace.svg, into results/bench_<card>/; a run that leaves something out into
 build/bench_<card>/, unless --out says where. Without an SM90 GPU it prints the predictions. The name does not choose a
@@ -38,11 +38,11 @@ from cute_kernels.runtime.compile import precompile
 
 NO_GPU: Final = "No SM90 GPU was found (Hopper, compute capability 9.0): nothing was measured, these are predictions."
 SWEEP: Final = tuple(mla.MlaCase("sparse", 128, 128, 2, topk, peers=("flash_mla",)) for topk in (512, 8192, 32768))
-"""The published case at other topk, 32768 among them."""
+"""The published case at other values of topk, 32768 among them."""
 MLA_CASES: Final = (*budget.PREDICTED, *SWEEP)
 GQA_CASES: Final = tuple(case for case in gqa.DECODE_CASES if case.kv_dtype == "int8")
 OTHERS: Final = {"mla": (mla.MlaAppendCase("v3.2"),), "gqa": gqa.APPEND_CASES[:1], "sink": sink.ATTENTION_CASES[:5:4]}
-"""Standard cases that the budget has no prediction of."""
+"""Standard cases that the budget does not predict."""
 STANDARD: Final[Mapping[str, run.Case]] = {
     "MLA sparse, 128 x 128 x 2, topk 2048": budget.LONG,
     "MLA dense, 64 x 128, 8192 keys": mla.MlaCase("dense", 64, 128, 1, 8192),
@@ -52,16 +52,16 @@ STANDARD: Final[Mapping[str, run.Case]] = {
     "sinks forward, 4 x 16384": sink.ATTENTION_CASES[0],
     "sinks backward, 4 x 16384": sink.ATTENTION_CASES[4],
 }
-"""By name in the summary, the case that stands for its operator."""
+"""The standard case of each operator, by its name in the summary."""
 
 
 # ---- predictions
 
 
 def with_prediction(case: Record, found: model.Prediction) -> Record:
-    """A case with what the budget says of it: time, error of the time, the unit that decides.
+    """Adds the budget's prediction to a case: time, error of the time, the unit that decides.
 
-    A case whose check failed has no time, and gets none by this.
+    A case whose check failed has no time, and does not get one here.
     """
     if "us" not in case:
         return case
@@ -70,7 +70,7 @@ def with_prediction(case: Record, found: model.Prediction) -> Record:
 
 
 def predicted(case: Record, bench: Any, rates: Rates) -> Record:
-    """A case with its prediction, if the budget has one."""
+    """Returns a case with its prediction, if the budget has one."""
     if isinstance(bench, mla.MlaCase):
         entry = with_prediction(case, budget.predict_mla(bench, rates=rates))
         return {**entry, "predicted_cycles_per_token": budget.predicted_cycles(bench, rates)}
@@ -78,7 +78,7 @@ def predicted(case: Record, bench: Any, rates: Rates) -> Record:
 
 
 def at_clock_of(rates: Rates, found: Sequence[Record]) -> Rates:
-    """The rates with the SM clock of the MLA cases after a rest, the median of what was read."""
+    """Returns the rates with the median SM clock that was read in the MLA cases after a rest."""
     clocks = [case["sm_mhz_rested"] for case in found if case["op"] == mla.MlaCase.op and case.get("sm_mhz_rested")]
     return dataclasses.replace(rates, sm_mhz=statistics.median(clocks)) if clocks else rates
 
@@ -87,7 +87,7 @@ def at_clock_of(rates: Rates, found: Sequence[Record]) -> Rates:
 
 
 def summary(machine: Mapping[str, str], ceilings: Mapping[str, float], found: Sequence[Record]) -> list[str]:
-    """Ten lines: the card, its ceilings, its clock, and a line for each operator."""
+    """Returns ten lines: the card, its ceilings, its clock, and a line for each operator."""
     return [
         f"{machine['card']}, driver {machine['driver']}, torch {machine['torch']}, CuTe DSL {machine['cutlass_dsl']}",
         f"ceilings: reads {ceilings['read_GBps']:.0f} GB/s, copies {ceilings['copy_GBps']:.0f} GB/s, bf16 products "
@@ -98,7 +98,7 @@ def summary(machine: Mapping[str, str], ceilings: Mapping[str, float], found: Se
 
 
 def clock(found: Sequence[Record]) -> str:
-    """SM clocks after a rest and under load: the slowest case says what power costs."""
+    """Returns SM clocks after a rest and under load: the slowest case shows the cost of the power limit."""
     rested = [case["sm_mhz_rested"] for case in found if case.get("sm_mhz_rested")]
     loaded = [case for case in found if case.get("sm_mhz")]
     if not rested:
@@ -115,7 +115,7 @@ def clock(found: Sequence[Record]) -> str:
 
 
 def _line(case: Record | None, ceilings: Mapping[str, float]) -> str:
-    """Time, fraction, what binds, and the peer."""
+    """Returns time, fraction of the ceiling, the unit that binds, and the peer, in a line."""
     if case is None or "us" not in case:
         return "did not run" if case is None else f"FAILED, {str(case.get('failed'))[:90]}"
     under_load = f", {short(case['us_sustained'])} under load" if case.get("us_sustained") else ""
@@ -127,7 +127,7 @@ def _line(case: Record | None, ceilings: Mapping[str, float]) -> str:
 
 
 def reached(case: Record, ceilings: Mapping[str, float]) -> tuple[float, str]:
-    """The largest fraction of a ceiling that a case reaches, and of what."""
+    """Returns the largest fraction of a ceiling that a case reaches, and which ceiling that is."""
     if "copy_fraction" in case:
         return case["copy_fraction"], "copies"
     fractions = {
@@ -139,7 +139,7 @@ def reached(case: Record, ceilings: Mapping[str, float]) -> tuple[float, str]:
 
 
 def case_table(found: Sequence[Record]) -> list[list[str]]:
-    """A line a case: speed, cycles, prediction, what decides, and the peer."""
+    """Makes a table with a line per case: speed, cycles, prediction, the unit that decides, and the peer."""
     keys = ("us", "TFLOPs", "GBps", "cycles_per_token", "predicted_cycles_per_token", "predicted_us")
     rows = [["case", *keys, "error", "binds", "peer/ours"]]
     for case in found:
@@ -157,7 +157,7 @@ def case_table(found: Sequence[Record]) -> list[list[str]]:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Measures, prints and writes; 1 where a case is wrong."""
+    """Measures, prints and writes; 1 if a case is wrong."""
     progress, machine = Progress(), records.machine()
     card = machine["card"]
     partial = options.quick or options.only is not None
@@ -193,7 +193,7 @@ def measure(options: argparse.Namespace) -> int:
 
 
 def _wanted(options: argparse.Namespace) -> list[tuple[Any, Any]]:
-    """The cases to run, each with its store, those with a prediction first."""
+    """Returns the cases to run, each with its store, those with a prediction first."""
     stores = {name: section.store("cuda") for name, section in cases.SECTIONS.items()}
     predictable = [(case, stores["mla"]) for case in run.selected(MLA_CASES, options.quick, options.only)]
     predictable += [(case, stores["gqa"]) for case in run.selected(GQA_CASES, options.quick, options.only)]

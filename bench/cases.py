@@ -10,7 +10,7 @@ from bench.run import Case, selected
 
 
 class Section(NamedTuple):
-    """The cases of a section of `gpu_check.py`, and what makes the caches that they share on a device."""
+    """The cases of a section of `gpu_check.py`, and a function that makes their shared caches on a device."""
 
     cases: Sequence[Case]
     store: Callable[[str], Any]
@@ -24,7 +24,7 @@ SECTIONS: Final[Mapping[str, Section]] = {
 
 
 def choose(sections: Sequence[str], quick: bool, only: str | None, device: str = "cuda") -> list[tuple[Case, Any]]:
-    """The cases of some sections, each with its store."""
+    """Returns the cases of some sections, each with its store."""
     found: list[tuple[Case, Any]] = []
     for name in sections:
         if name in SECTIONS:
@@ -34,5 +34,5 @@ def choose(sections: Sequence[str], quick: bool, only: str | None, device: str =
 
 
 def specs(cases: Sequence[Case], num_sms: int) -> list[Any]:
-    """The kernels of cases."""
+    """Returns the kernels of cases."""
     return list(dict.fromkeys(spec for case in cases for spec in case.specs(num_sms)))

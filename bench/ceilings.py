@@ -1,4 +1,4 @@
-"""What a card reaches at most: reads, copies, matrix products. Timed as kernels are, in-layer after a rest."""
+"""A card's highest speeds: reads, copies, matrix products. They are timed as kernels are, in-layer after a rest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STREAM_BYTES: Final = 4 << 30
 STREAM_WORDS, STREAM_STAGES = 4096, 8
 """Words of 4 bytes in a tile, and tiles in flight: 128 KB an SM, of which 30 are enough."""
 WAYS: Final = {"sum": "torch.sum", "tma": "a reader by TMA", "copy": "a copy"}
-"""Of moving bytes, the best of which is the ceiling for reads."""
+"""Ways of moving bytes, the best of which is the ceiling for reads."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class StreamSpec:
     kernel: ClassVar[str] = "bench.stream:StreamKernel"
 
     def can_implement(self) -> list[str]:
-        """Reasons, in words, why this kernel cannot be built; empty when it can."""
+        """Returns the reasons, in words, why this kernel cannot be built; empty when it can."""
         return []
 
     @property
     def expected(self) -> dict[str, Any]:
-        """What the compiled kernel is held to."""
+        """Limits of the compiled kernel."""
         return {"registers": 96, "instructions": ("UBLKCP", "LDS.128")}
 
 
@@ -41,9 +41,9 @@ def measure_ceilings() -> dict[str, float]:
     """Measures the ceilings of this card, in the units of a results file.
 
     Returns:
-        read_GBps: the best of `WAYS`, of which each has a key too (sum_GBps: torch.sum over 4 GiB of float32; tma_GBps:
-        bench/stream.py, left out where it does not run or is wrong). copy_GBps: device-to-device copy,
-        bytes read plus bytes written. bf16_gemm_TFLOPs: an 8192^3 product of random numbers (zeros would run faster).
+        read_GBps: the best of `WAYS`, each of which has a key too (sum_GBps: torch.sum over 4 GiB of float32; tma_GBps:
+        bench/stream.py, left out if it does not run or is wrong). copy_GBps: device-to-device copy, bytes read plus
+        bytes written. bf16_gemm_TFLOPs: an 8192^3 product of random numbers (zeros would run faster).
     """
     ways = stream_rates()
     a, b = (torch.randn((GEMM_SIZE, GEMM_SIZE), dtype=torch.float32, device="cuda").bfloat16() for _ in range(2))
@@ -55,7 +55,7 @@ def measure_ceilings() -> dict[str, float]:
 
 
 def stream_rates() -> dict[str, float]:
-    """GB/s of each of `WAYS`."""
+    """Measures GB/s of each of `WAYS`."""
     data = torch.rand(STREAM_BYTES // 4, dtype=torch.float32, device="cuda")
     target, source = data.chunk(2)
     ways: dict[str, Call] = {"sum": data.sum}
@@ -71,10 +71,10 @@ def stream_rates() -> dict[str, float]:
 
 
 def reader_call(data: torch.Tensor, kernel: Callable[..., Any]) -> Call:
-    """A call of the reader by TMA over all of `data`, float32.
+    """Returns a call of the reader by TMA over all of `data`, float32.
 
     Raises:
-        ValueError: it has added up something else.
+        ValueError: the reader's sum is wrong.
     """
     words = data.view(torch.int32)
     tiles = words[: len(words) // STREAM_WORDS * STREAM_WORDS].view(-1, STREAM_WORDS)

@@ -1,6 +1,6 @@
 """The benchmarks of GQA decoding over INT8, FP8 and 16-bit caches, and of the INT8 append.
 
-cuDNN's attention runs over as many tokens in bfloat16, FlashAttention 3 over pages of bfloat16 and FP8, XQA over those
+cuDNN's attention runs over as many tokens in bfloat16, FlashAttention 3 over pages of bfloat16 and FP8, XQA over pages
 of FP8.
 """
 
@@ -32,29 +32,29 @@ from tests.kit.values import FAMILIES, keys, query
 
 FOUR_BITS: Final = "uint8"
 UINT4_SIZE: Final = 0.6
-"""Standard deviation of what random 4-bit codes are with random zero points and a scale of 1, d 128, rotated back."""
+"""Standard deviation of random 4-bit codes with random zero points and a scale of 1, d 128, after rotating back."""
 CODE_SIZE: Final = 40.0
-"""Standard deviation of the INT8 codes: N(0,1) values quantized by the largest of 128 give 47 or so."""
+"""Standard deviation of the INT8 codes: N(0,1) values quantized by the largest of 128 give about 47."""
 SCALE_BYTES: Final = 2
 ROWS_CHECKED: Final = 8
 CUDNN: Final = ("cudnn_bf16",)
 OVER_PAGES: Final = ("fa3_bf16", "fa3_fp8", "xqa_fp8")
 ELEMENTS_PER_CHUNK: Final = 1 << 27
-"""Codes drawn at a time: 512 MiB of float32."""
+"""Codes that are drawn at a time: 512 MiB of float32."""
 LENGTHS: Final = tuple(512 + 15872 * (13 * row % 32) // 31 for row in range(32))
 """Lengths of the ragged batch: 32 from 512 to 16384, evenly spaced, in mixed order; few are multiples of a tile."""
 LONG_LENGTHS: Final = tuple(1024 + 31744 * (7 * row % 24) // 23 for row in range(24))
-"""Of another ragged batch: 24 from 1024 to 32768, of which the longest ones decide where CTAs take whole sequences."""
+"""Lengths of another ragged batch: 24 from 1024 to 32768; the longest decide if CTAs take whole sequences."""
 APPEND_TOKENS, APPEND_HEADS, APPEND_DIM = 65536, 8, 128
 
 
 def has_token_scales(scales: str) -> bool:
-    """Whether each token has scales of its own, which then have the axes of the cache."""
+    """Returns whether each token has scales of its own, which then have the axes of the cache."""
     return scales in SCALE_NAMES and SCALE_NAMES[scales].granularity not in ("per_tensor", "per_head")
 
 
 def scales_of_token(scales: str, h_kv: int, d: int) -> int:
-    """How many scales of its own a token has, in one cache."""
+    """Returns how many scales of its own a token has, in one cache."""
     if not has_token_scales(scales):
         return 0
     kind = SCALE_NAMES[scales]
@@ -69,7 +69,7 @@ class Pool:
         self._codes: dict[tuple[str, str], torch.Tensor] = {}
 
     def codes(self, which: str, kv_dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A contiguous cache; `which` is "k" or "v"."""
+        """Returns a contiguous cache; `which` is "k" or "v"."""
         wanted = math.prod(shape)
         known = self._codes.pop((which, kv_dtype), None)
         if known is None or known.numel() < wanted:
@@ -79,12 +79,12 @@ class Pool:
         return known[:wanted].view(shape)
 
     def clear(self) -> None:
-        """Frees all."""
+        """Frees all codes."""
         self._codes.clear()
 
 
 def types_of(kv_dtype: str) -> dict[Which, str]:
-    """What K and V of a case are: of `KV_DTYPES`, or "uint8"."""
+    """Returns the types of K and V of a case: members of `KV_DTYPES`, or "uint8"."""
     k, v = KINDS[kv_dtype] if kv_dtype in ROTATED_KINDS else (kv_dtype, kv_dtype)
     return {"k": k, "v": v}
 
@@ -102,11 +102,11 @@ def _random_codes(count: int, kv_dtype: str, gen: torch.Generator) -> torch.Tens
 
 @dataclass(frozen=True)
 class GqaDecodeCase(Case):
-    """One decode benchmark.
+    """A decode benchmark.
 
     s_k         tokens of every sequence; with `lengths`, the capacity
-    scales      one of `SCALE_NAMES`; "none" for caches without scales
-    kv_dtype    one of `KV_DTYPES`, or a kind of `kv_append` with 4-bit codes, whose scales are float32
+    scales      a member of `SCALE_NAMES`; "none" for caches without scales
+    Returns cycles per token and CTA of each unit, for variants with 128 heads and the published estimate.
     page_size   0 for contiguous layouts
     lengths     tokens of each sequence of a ragged batch, `batch` of them
     """
@@ -127,12 +127,12 @@ class GqaDecodeCase(Case):
 
     @property
     def keys(self) -> int | str:
-        """Tokens of a sequence, as in the record: a number, or "shortest..longest"."""
+        """Tokens of a sequence, in the record's form: a number, or "shortest..longest"."""
         return f"{min(self.lengths)}..{max(self.lengths)}" if self.lengths else self.s_k
 
     @property
     def key(self) -> dict[str, Any]:
-        """What names the case in a record."""
+        """The entries of a record that identify the case."""
         named = ("op", "kv_dtype", "scales", "layout", "batch", "h_q", "h_kv", "d", "s_q")
         key = {name: getattr(self, name) for name in named} | {"s_k": self.keys}
         key |= {"page_size": self.page_size} if self.page_size else {}
@@ -145,7 +145,7 @@ class GqaDecodeCase(Case):
 
     @property
     def bytes_moved(self) -> int:
-        """The fewest bytes: codes, scales, q, out and the block table's entries."""
+        """The fewest bytes of a call: codes, scales, q, out and the block table's entries."""
         reach = self.s_k if self.window is None else self.window + self.s_q - 1
         visible = [min(length, reach) for length in self.seqlens]
         tokens, values = sum(visible), self.h_kv * self.d
@@ -160,12 +160,12 @@ class GqaDecodeCase(Case):
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """Of the scales, where there are any."""
+        """Dtype of the scales, if there are any."""
         return torch.float32 if self.kv_dtype in ROTATED_KINDS else torch.float16
 
     @property
     def flops(self) -> int:
-        """Both products, over the pairs that are not masked."""
+        """FLOP of both products, over the pairs that are not masked."""
         ends = [length - self.s_q + 1 + query for length in self.seqlens for query in range(self.s_q)]
         pairs = sum(end if self.window is None else min(end, self.window) for end in ends)
         return 4 * self.d * self.h_q * pairs
@@ -183,7 +183,7 @@ class GqaDecodeCase(Case):
         return CacheSizes(sequences, self.s_k, self.h_kv, self.d)
 
     def specs(self, num_sms: int) -> list[Any]:
-        """The kernel that the planner asks for."""
+        """Returns the kernel that the planner asks for."""
         names = {"int8": "int8", "fp8": "float8_e4m3fn", "bf16": "bfloat16"}
         shape = GqaShape(
             heads=self.h_q,
@@ -200,7 +200,7 @@ class GqaDecodeCase(Case):
         return list(shape.specs([self.batch], [self.s_q], num_sms))
 
     def work(self, store: Any, family: str = "normal", rows_checked: int = ROWS_CHECKED) -> Work:
-        """The case over random codes, or over values of a family, which contiguous caches have."""
+        """Makes the case over random codes, or over values of a family, which only contiguous caches support."""
         inputs = self.inputs(store) if family == "normal" else self.inputs_of_family(store, family)
         out, lse = decode_call(inputs[0])()
         rows, sample = self.some_rows(inputs[0], rows_checked)
@@ -218,7 +218,7 @@ class GqaDecodeCase(Case):
         )
 
     def inputs(self, pool: Pool) -> list[GqaCase]:
-        """The rotated input sets, over one cache."""
+        """Makes the rotated input sets, over one cache."""
         gen = generator(self.batch * 1000 + self.h_q + self.s_q, pool.device)
         sizes = self.sizes(self.sets)
         caches: dict[str, Any] = {}
@@ -254,7 +254,7 @@ class GqaDecodeCase(Case):
         return GqaCase(q=q, **caches, **named)
 
     def inputs_of_family(self, pool: Pool, family: str) -> list[GqaCase]:
-        """Input sets over contiguous caches (BNSH), in which each head of a token has values of its own."""
+        """Makes input sets over contiguous caches (BNSH), in which each head of a token has values of its own."""
         pool.clear()
         gen = generator(self.batch, pool.device)
         cases = []
@@ -283,7 +283,7 @@ class GqaDecodeCase(Case):
         return {f"{which}_cache": codes.view(shape), f"{which}_scale": scale}
 
     def some_rows(self, case: GqaCase, number: int) -> tuple[slice, GqaCase]:
-        """Evenly spaced batch rows, the last one included, and the call for these rows alone."""
+        """Returns evenly spaced batch rows, the last one included, and the call for these rows only."""
         step = -(-self.batch // number)
         rows = slice((self.batch - 1) % step, None, step)
         per_row = ["q", "cache_seqlens", *(["block_table"] if self.page_size else ["k_cache", "v_cache"])]
@@ -294,7 +294,7 @@ class GqaDecodeCase(Case):
 
 
 def heads_of_tokens(family: str, shape: tuple[int, int, int, int], gen: torch.Generator) -> torch.Tensor:
-    """(batch, heads, tokens, d) float32: to a family each head of a token is a token, its quant tiles are quarters."""
+    """Makes (batch, heads, tokens, d) float32: a family sees each head of a token as a token with four quant tiles."""
     batch, heads, length, d = shape
     rows = batch * heads * length
     groups = torch.arange(rows, dtype=torch.int64, device=gen.device) // length
@@ -302,14 +302,14 @@ def heads_of_tokens(family: str, shape: tuple[int, int, int, int], gen: torch.Ge
 
 
 def decode_call(case: GqaCase) -> Call:
-    """A call that allocates out and lse full of poison, writes them, and returns them."""
+    """Returns a call that allocates out and lse full of poison, writes them, and returns them."""
     out, lse = (buffer.tensor for buffer in case.outputs())
     return functools.partial(cute_kernels.gqa_decode, **case.arguments(), out=out, lse=lse, return_lse=True)
 
 
 @dataclass(frozen=True)
 class GqaAppendCase(Case):
-    """One benchmark of `kv_int8_append`: tokens to shuffled pages, or in order to a contiguous cache."""
+    """A benchmark of `kv_int8_append`: tokens to shuffled pages, or in order to a contiguous cache."""
 
     scales: str
     layout: str = "paged_NHD"
@@ -319,14 +319,14 @@ class GqaAppendCase(Case):
 
     @property
     def key(self) -> dict[str, Any]:
-        """What names the case in a record."""
+        """The entries of a record that identify the case."""
         key: dict[str, Any] = {"op": self.op, "tokens": APPEND_TOKENS, "h_kv": APPEND_HEADS, "d": APPEND_DIM}
         key |= {"scales": self.scales, "layout": self.layout}
         return {**key, "page_size": self.page_size} if self.page_size else key
 
     @property
     def bytes_moved(self) -> int:
-        """New tokens and slots that are read, codes and scales that are written."""
+        """New tokens and slots that are read, codes and scales that are written, in bytes."""
         values, scales = APPEND_HEADS * APPEND_DIM, scales_of_token(self.scales, APPEND_HEADS, APPEND_DIM)
         return APPEND_TOKENS * (2 * (2 * values + values + SCALE_BYTES * scales) + 8)
 
@@ -342,13 +342,13 @@ class GqaAppendCase(Case):
         return ("k_cache", "v_cache", *(("k_scale", "v_scale") if has_token_scales(self.scales) else ()))
 
     def specs(self, num_sms: int) -> list[Any]:
-        """The kernel."""
+        """Returns the kernel."""
         shape = GqaShape(32, APPEND_HEADS, APPEND_DIM, scales=self.scales, scale_dtype="float16", layout=self.layout)
         *_, spec = shape.specs([1], [1], num_sms)
         return [spec]
 
     def work(self, store: Any) -> Work:
-        """The case over random tokens."""
+        """Makes the case over random tokens."""
         gen = generator(2, store.device)
         sets = [self.inputs(gen) for _ in range(sets_to_outgrow_l2(self.bytes_moved))]
 
@@ -362,7 +362,7 @@ class GqaAppendCase(Case):
         return Work(check, make, first, self.written)
 
     def inputs(self, gen: torch.Generator) -> dict[str, Any]:
-        """Arguments of one append that fills its cache, by name."""
+        """Makes the arguments of one append that fills its cache, by name."""
         sizes, device = self.sizes, gen.device
         shape = (APPEND_TOKENS, APPEND_HEADS, APPEND_DIM)
         call: dict[str, Any] = {name: normal(shape, gen).bfloat16() for name in "kv"}
@@ -373,7 +373,7 @@ class GqaAppendCase(Case):
             cache_shape = LAYOUTS[self.layout].shape(which, sizes, 1)
             call[f"{which}_cache"] = torch.zeros(cache_shape, dtype=torch.int8, device=device)
             call[f"{which}_scale"] = torch.full(scale_shape, first, dtype=torch.float16, device=device)
-        # without pages, sequences in order, as a prefill writes them; with pages, shuffled pages
+        # without pages, sequences in order, as a prefill writes them; else shuffled pages
         starts = torch.arange(sizes.outer, device=device)
         if self.page_size:
             starts = torch.randperm(sizes.outer, generator=gen, device=device)
@@ -382,7 +382,7 @@ class GqaAppendCase(Case):
 
 
 def append_call(call: Mapping[str, Any], names: tuple[str, ...]) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """An append to copies of the named arguments; it returns the copies."""
+    """Returns an append to copies of the named arguments, which it returns."""
     own = {name: call[name].clone() for name in names}
 
     def run() -> tuple[torch.Tensor, ...]:
@@ -393,7 +393,7 @@ def append_call(call: Mapping[str, Any], names: tuple[str, ...]) -> Callable[[],
 
 
 def _cases() -> Iterator[GqaDecodeCase]:
-    """All decode cases; `must` is the project's goal."""
+    """Yields all decode cases; `must` is the project's goal."""
     paged: dict[str, Any] = {"layout": "paged_NHD", "page_size": 64}
     for layout, scales in itertools.product(({}, paged), ("per_tensor", "per_token_head")):
         token_head, contiguous = scales == "per_token_head", not layout

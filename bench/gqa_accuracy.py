@@ -1,4 +1,4 @@
-"""What INT8 and smaller codes cost in accuracy, by granularity of the scales.
+"""The accuracy that INT8 and smaller codes cost, by granularity of the scales.
 
     python -m bench.gqa_accuracy        computes the table of docs/users/gqa_decode.md anew
 
@@ -22,7 +22,7 @@ from cute_kernels.gqa.reference import quantize, quantize_as, reference_gqa_deco
 
 PAGE: Final = ROOT / "docs" / "users" / "gqa_decode.md"
 BLOCK: Final = "accuracy"
-"""Of the page."""
+"""Name of the page's block."""
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 ROUNDING = 0.1
@@ -33,7 +33,7 @@ BATCH, TOKENS, H_Q, H_KV, D = 8, 1024, 32, 8, 128
 LOGITS = 3.0
 """Standard deviation of the scores, at which the softmax is as peaked as in trained models."""
 OUTLIER = 20.0
-"""Times the size of other values."""
+"""Factor between outliers and other values."""
 OUTLIER_TOKENS = 1 / 50
 SETS = {"normal": "normal", "channels": "outlier channels", "tokens": "outlier tokens"}
 """Data sets, and their titles in the table."""
@@ -52,7 +52,7 @@ PLAIN = {"none, float8_e4m3fn": torch.float8_e4m3fn, "none, bfloat16": torch.bfl
 
 
 class Error(NamedTuple):
-    """Against attention over the unquantized numbers, means over all query heads.
+    """Errors against attention over the unquantized numbers, means over all query heads.
 
     out   norm of the difference / norm of the output
     lse   absolute difference
@@ -63,11 +63,11 @@ class Error(NamedTuple):
 
 
 def draw(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One data set: unquantized q (batch, 1, h_q, d), k and v (batch, tokens, h_kv, d), float32.
+    """Makes a data set: unquantized q (batch, 1, h_q, d), k and v (batch, tokens, h_kv, d), float32.
 
     normal    N(0,1)
     channels  in every other head four channels of K (two rotary pairs, d / 2 apart) times 20; q is smaller there, so
-              that every channel has the same part in the scores
+              that every channel contributes equally to the scores
     tokens    one token in 50 of V and, independently, one in 50 of K times 20; in K only across the queries, so that
               scores stay as they were
     """
@@ -90,7 +90,7 @@ def draw(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def errors(name: str) -> dict[str, Error]:
-    """Of one data set, by granularity, and for caches without scales."""
+    """Measures the errors of one data set, by granularity, and for caches without scales."""
     q, k, v = draw(name)
     want = _attend(q, k, v)
     caches = {kind: [quantize(x, scales, SCALE_DTYPE) for x in (k, v)] for kind, scales in KINDS.items()}
@@ -103,7 +103,7 @@ def errors(name: str) -> dict[str, Error]:
 
 
 def scale_bytes(kind: ScaleKind) -> int:
-    """Bytes of the scales that a token's keys and values have, all heads; 0 where tokens share them."""
+    """Returns the bytes of the scales that a token's keys and values have, all heads; 0 if tokens share them."""
     _, scale = quantize(torch.zeros((1, H_KV, D)), kind, SCALE_DTYPE)
     shared = kind.granularity in ("per_tensor", "per_head")
     return 0 if shared else 2 * scale.numel() * scale.element_size()
@@ -122,7 +122,7 @@ def _compare(got: tuple[torch.Tensor, torch.Tensor], want: tuple[torch.Tensor, t
 
 
 def table(found: dict[str, dict[str, Error]]) -> str:
-    """Markdown of the errors of each data set."""
+    """Formats the errors of each data set as Markdown."""
     header = ["scales", "their bytes per token", *(f"{SETS[name]}: output, lse" for name in found)]
     rows = [[f"`{name}`", _overhead(scale_bytes(kind))] for name, kind in KINDS.items()]
     rows += [[f"`{name}`", _overhead(2 * H_KV * 4)] for name in APPENDED]
@@ -133,7 +133,7 @@ def table(found: dict[str, dict[str, Error]]) -> str:
 
 
 def _digits(value: float) -> str:
-    """Two significant digits."""
+    """Formats two significant digits."""
     return f"{value:#.2g}".rstrip(".")
 
 
@@ -142,7 +142,7 @@ def _overhead(scales: int) -> str:
 
 
 def same(one: str, other: str) -> bool:
-    """Whether two tables say the same, up to the rounding of their last digits."""
+    """Returns whether two tables agree, up to the rounding of their last digits."""
     if NUMBER.sub("#", one) != NUMBER.sub("#", other):
         return False
     pairs = zip(map(float, NUMBER.findall(one)), map(float, NUMBER.findall(other)), strict=True)
@@ -150,7 +150,7 @@ def same(one: str, other: str) -> bool:
 
 
 def main() -> None:
-    """Writes the table into the page, unless it says the same."""
+    """Writes the table into the page, unless the page's table agrees with it."""
     text, fresh = PAGE.read_text(encoding="utf-8"), table({name: errors(name) for name in SETS})
     if not same(markdown.split(text, BLOCK)[1], fresh):
         PAGE.write_text(markdown.fill(text, BLOCK, fresh), encoding="utf-8")

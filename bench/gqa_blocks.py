@@ -1,6 +1,6 @@
-"""The benchmarks of block-sparse GQA decoding: MiniMax-M3's heads, of whose blocks each query token and KV head has 16.
+"""Benchmarks of block-sparse GQA decoding: MiniMax-M3's heads; each query token and KV head has a list of 16 blocks.
 
-Times are of a whole call, so of the kernel that makes tables as well.
+Times are of a whole call, including the kernel that makes tables.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tests.kit.gqa_cases import KV_DTYPES, SCALE_NAMES, GqaCase
 
 @dataclass(frozen=True)
 class GqaBlocksCase(GqaDecodeCase):
-    """One decode with a list of blocks for each query token and KV head, distinct and in random order.
+    """A decode with a list of blocks for each query token and KV head, distinct and in random order.
 
-    blocks       of a list, the sequence's last one among them
+    blocks       length of a list, which includes the sequence's last block
     index_block  tokens of a block
     """
 
@@ -33,19 +33,19 @@ class GqaBlocksCase(GqaDecodeCase):
 
     @property
     def key(self) -> dict[str, Any]:
-        """What names the case in a record."""
+        """The entries of a record that identify the case."""
         return {**super().key, "blocks": self.blocks, "index_block": self.index_block}
 
     @property
     def pairs(self) -> int:
-        """Query tokens x KV heads x keys."""
+        """Number of query tokens x KV heads x keys."""
         return self.batch * self.s_q * self.h_kv * self.blocks * self.index_block
 
     @property
     def bytes_moved(self) -> int:
-        """The fewest bytes: codes and scales of listed keys, the lists, their page numbers, q and out.
+        """The fewest bytes of a call: codes and scales of listed keys, the lists, their page numbers, q and out.
 
-        Queries of a sequence share few blocks or many; here each counts its own.
+        Queries of a sequence may share few blocks or many; here each counts its own.
         """
         scales = scales_of_token(self.scales, self.h_kv, self.d) // self.h_kv * SCALE_BYTES
         key = 2 * (self.d * KV_DTYPES[self.kv_dtype].itemsize + scales)
@@ -54,11 +54,11 @@ class GqaBlocksCase(GqaDecodeCase):
 
     @property
     def flops(self) -> int:
-        """Both products."""
+        """FLOP of both products."""
         return 4 * self.d * self.h_q // self.h_kv * self.pairs
 
     def specs(self, num_sms: int) -> list[Any]:
-        """The kernel of the decode, and the one that makes tables."""
+        """Returns the kernel of the decode, and the one that makes tables."""
         kind = SCALE_NAMES.get(self.scales)
         layout, sizes = LAYOUTS[self.layout], CacheSizes(1, self.page_size, self.h_kv, self.d)
         q_shape = (self.batch, self.s_q, self.h_q)
@@ -70,7 +70,7 @@ class GqaBlocksCase(GqaDecodeCase):
         return [spec, BlockTableSpec(paged=True)]
 
     def inputs(self, pool: Pool) -> list[GqaCase]:
-        """The rotated input sets, over one cache."""
+        """Makes the rotated input sets, over one cache."""
         gen = generator(self.blocks, pool.device)
         shape = (self.batch, self.s_q, self.h_kv)
         most = -(-self.s_k // self.index_block) - 1
@@ -82,7 +82,7 @@ class GqaBlocksCase(GqaDecodeCase):
         return found
 
     def some_rows(self, case: GqaCase, number: int) -> tuple[slice, GqaCase]:
-        """Evenly spaced batch rows, the last one included, and the call for these rows alone."""
+        """Returns evenly spaced batch rows, the last one included, and the call for these rows only."""
         assert case.indices is not None
         rows, chosen = super().some_rows(case, number)
         return rows, dataclasses.replace(chosen, indices=case.indices[rows])

@@ -1,13 +1,13 @@
-"""Device time of a call as a layer of a model sees it, back to back, and under load; of several computations in turn.
+"""Device time of a call in a layer of a model, back to back, and under load; several computations take turns.
 
     in-layer      a small kernel runs before each call, as in a model; the time of the small kernels is subtracted
     back to back  calls alone, so that the start of one may overlap with the end of another
     sustained     in-layer after 0.4 s of such calls, at the clock that the power limit allows
 
-The first two begin after a rest and take turns, replay by replay and in an order that reverses, with all that is timed
-together. The third is taken under one load without a pause, in which the computations take turns of 20 ms, so that all
-meet the same clock and temperature. (One after the other, half a second each, the same matrix product took 1.30 times
-as long the second time.)
+The first two begin after a rest and take turns with everything that is timed together, replay by replay and in an order
+that reverses. The third is taken under one load without a pause, in which the computations take turns of 20 ms, so that
+all see the same clock and temperature. (One after the other, half a second each, the same matrix product took 1.30
+times as long the second time.)
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ from bench import nvml, timing
 from bench.timing import Call, Expected, percentiles, require_expected
 
 REPLAYS: Final = 20
-"""Of a graph, where that takes no longer than `MAX_SECONDS`."""
+"""Replays of a graph, unless they take longer than `MAX_SECONDS`."""
 FEW_REPLAYS: Final = 8
 MAX_SECONDS: Final = 0.06
 REST_SECONDS: Final = 0.1
-"""Idle time before a measurement; without it, the clock still depends on the measurement before."""
+"""Idle time before a measurement; without it, the clock still depends on the previous measurement."""
 BURST_SECONDS: Final = 0.04
 """Seconds of replays after a rest. Work that draws 700 W runs for 50 ms before the card lowers its clock (MLA, topk
-16384: 20 calls take 2,495 us each, all later ones 2,850). Where one replay takes more than a quarter of it, there is
-one rest, and the clock falls."""
+16384: 20 calls take 2,495 us each, all later ones 2,850). If one replay takes more than a quarter of it, there is a
+single rest, and the clock falls."""
 LOAD_SECONDS: Final = 0.4
-"""Of calls, in turns too, before a sustained time is taken."""
+"""Seconds of calls, in turns too, before a sustained time is taken."""
 TURN_SECONDS: Final = 0.02
-"""Of replays of one computation under load. Two turns are in flight, so the GPU never waits."""
+"""Seconds of replays of one computation under load. Two turns are in flight, so the GPU never waits."""
 ROUNDS: Final = 10
 """Turns of each computation in which replays are timed, in an order that reverses from round to round."""
 FEW_ROUNDS, ROUNDS_SECONDS = 4, 0.7
-"""Where more would take longer than so many seconds."""
+"""Fewer rounds if more would take longer than this many seconds."""
 TURN_REPLAYS: Final = 16
-"""Of a turn, at most so many are timed: the last ones, from its middle on."""
+"""Most replays of a turn that are timed: the last ones, from its middle on."""
 SETTLED_SECONDS: Final = 0.1
 POWER_SECONDS: Final = 1.0
-"""Of load of one computation alone while the counter of energy runs: it moves every 20 to 100 ms."""
+"""Seconds of load of one computation alone, with the energy counter running: it moves every 20 to 100 ms."""
 LONG_CALL_SECONDS: Final = 2e-3
-"""Calls from here on have a graph each: with 20 replays of all input sets, a case would take ten seconds."""
+"""Calls from this length on have a graph each: with 20 replays of all input sets, a case would take ten seconds."""
 SMALL_ELEMENTS: Final = 4096
 READINGS: Final = 20
-"""Of the clock, at most, in one measurement."""
+"""Most readings of the clock in one measurement."""
 
 
 @dataclass(frozen=True)
 class Graphs:
-    """What is replayed to time one computation: see `prepare`.
+    """The graphs that are replayed to time one computation: see `prepare`.
 
-    calls         of one replay
+    calls         calls of one replay
     back_to_back  replays of the calls, to be made in turn
     in_layer      replays of a small kernel and a call each
-    results       what the captured calls wrote, by the replays that write them
-    expected      the same of eager calls; None where the caller has checked
+    results       results of the captured calls, by the replays that write them
+    expected      results of eager calls; None if the caller has checked
     recorded      the captured calls, kept for what they hold: a graph reads its inputs by address. (FlashMLA's metadata
                   was freed with its calls, and its replays read whatever came to lie there.)
     """
@@ -76,7 +76,7 @@ class Graphs:
     recorded: tuple[Call, ...] = ()
 
     def require_expected(self) -> int:
-        """Compares all that was written; the number of input sets, 0 where nothing is expected.
+        """Compares all written results; returns the number of input sets, 0 if nothing is expected.
 
         Raises:
             WrongReplay: naming each difference.
@@ -94,11 +94,11 @@ class Timing:
 
     us, us_p10, us_p90  in-layer: median and percentiles over replays, of the mean of a replay's calls
     us_back_to_back     median
-    us_sustained        median over rounds, None where it was not asked for
-    rounds_us           of each round, the medians that `us_sustained` is the median of: see `sustained_ratio`
-    sm_mhz              SM clock while sustained times were taken, of all that were timed together
-    sm_mhz_rested       after a rest
-    watts               of the card under a second of load of this computation alone
+    us_sustained        median over rounds, None if it was not requested
+    rounds_us           in-layer median of each round, whose median is `us_sustained`: see `sustained_ratio`
+    sm_mhz              SM clock during sustained times, of everything that was timed together
+    sm_mhz_rested       SM clock after a rest
+    watts               power of the card under a second of load of this computation alone
     us_loaded_alone     mean over that second, in-layer: at the clock that this computation's own power allows
     sets_compared       input sets whose results were compared with those of eager calls
     """
@@ -116,13 +116,13 @@ class Timing:
     rounds_us: tuple[float, ...] = ()
 
     def sustained_ratio(self, other: Timing) -> float | None:
-        """This one's time under load over another's: the median over the rounds that they were timed in together."""
+        """Returns this time under load over another's: the median over the rounds in which both were timed."""
         if not self.rounds_us or len(self.rounds_us) != len(other.rounds_us):
             return None
         return statistics.median(own / theirs for own, theirs in zip(self.rounds_us, other.rounds_us, strict=True))
 
     def as_record(self) -> dict[str, float]:
-        """The keys of a record, without what was not measured."""
+        """Returns the keys of a record, without those that were not measured."""
         times = ("us", "us_p10", "us_p90", "us_back_to_back", "us_sustained", "us_loaded_alone")
         rounded = {name: round(value, 3) for name in times if (value := getattr(self, name)) is not None}
         for name in ("sm_mhz", "sm_mhz_rested", "watts"):
@@ -135,7 +135,7 @@ class Timing:
 
 
 def prepare(calls: Sequence[Call], *, expected: Expected | None = None) -> Graphs:
-    """Captures what `time_together` replays.
+    """Captures the graphs that `time_together` replays.
 
     Args:
         calls: the same computation over rotated input sets that together outgrow the L2 cache.
@@ -157,7 +157,7 @@ def prepare(calls: Sequence[Call], *, expected: Expected | None = None) -> Graph
 
 
 def prepare_eager(calls: Sequence[Call]) -> Graphs:
-    """The same without graphs, for what cannot be captured; calls must take far longer than their launch."""
+    """Prepares calls that cannot be captured, without graphs; they must take far longer than their launch."""
     timing.warm(calls)
     small = small_kernel()
     return Graphs(1, tuple(calls), tuple(functools.partial(_after, small, call) for call in calls))
@@ -178,7 +178,7 @@ def _is_long(calls: Sequence[Call]) -> bool:
 
 
 def small_kernel() -> Call:
-    """What stands for the other kernels of a layer: an addition to 4,096 numbers, launched without overlap."""
+    """Returns a kernel that stands for a layer's other kernels: it adds to 4,096 numbers, launched without overlap."""
     return functools.partial(_small_tensor(torch.cuda.current_device()).add_, 1.0)
 
 
@@ -189,7 +189,7 @@ def _small_tensor(device: int) -> torch.Tensor:
 
 @functools.cache
 def _small_graph(calls: int, device: int) -> Call:
-    """Replays so many small kernels on the current device."""
+    """Returns replays of `calls` small kernels on the current device."""
     graph, _ = timing.capture([small_kernel()] * calls)
     return graph.replay
 
@@ -198,19 +198,19 @@ def _small_graph(calls: int, device: int) -> Call:
 
 
 def time_calls(calls: Sequence[Call], *, sustained: bool = True) -> Timing:
-    """`time_together` of one computation."""
+    """Calls `time_together` for one computation."""
     return time_together({"": prepare(calls)}, sustained=sustained)[""]
 
 
 def time_together(
     ways: Mapping[str, Graphs], *, sustained: bool | Collection[str] = True, power: bool = False
 ) -> dict[str, Timing]:
-    """Device times of computations that are to be compared, by their names.
+    """Measures device times of computations that are to be compared, by their names.
 
     Args:
         ways: the computations.
         sustained: whether to time them under load too, or which of them; takes 0.4 s, and 0.2 s for each.
-        power: whether to load the card with each of these alone too, for its power and its time then; takes 1.1 s each.
+        power: whether to load the card with each of these alone too, for its power and time; takes 1.1 s each.
 
     Raises:
         WrongReplay: results of the timed replays, or of one more replay over poison, are not those expected.
@@ -247,13 +247,13 @@ def time_together(
 
 
 Events = list[tuple[str, torch.cuda.Event, torch.cuda.Event]]
-"""Kind, begin and end of replays."""
+"""Kind, start and end of replays."""
 
 
 class _Timed:
     """A computation while it is timed.
 
-    seconds  of a replay of each kind, about
+    seconds  approximate seconds of a replay of each kind
     spans    seconds of replays of each kind after a rest
     turns    under load, the median seconds of a replay in each turn that was kept
     """
@@ -268,7 +268,7 @@ class _Timed:
         self._replays = {kind: itertools.cycle(replays) for kind, replays in kinds.items()}
         self.seconds: dict[str, float] = {}
         for kind in kinds:
-            self.replay(kind)  # uncounted: the first replay of a graph uploads it
+            self.replay(kind)  # not counted: the first replay of a graph uploads it
             self.seconds[kind] = timing.event_seconds(functools.partial(self.replay, kind))
         self.spans: dict[str, list[float]] = {kind: [] for kind in kinds}
         self.turns: list[float] = []
@@ -276,16 +276,16 @@ class _Timed:
         self.replays_of_turn = max(1, round(TURN_SECONDS / max(self.seconds["in-layer"], 1e-6)))
 
     def replay(self, kind: str) -> None:
-        """The next replay of a kind."""
+        """Replays the next graph of a kind."""
         next(self._replays[kind])()
 
     def us(self, kind: str) -> tuple[float, float, float]:
-        """Median, 10th and 90th percentile of microseconds a call; of replays in a layer less their small kernels."""
+        """Returns median, 10th and 90th percentile of microseconds a call; small kernels in a layer are subtracted."""
         small = statistics.median(self.spans["small"]) if kind == "in-layer" else 0.0
         return percentiles([(span - small) * 1e6 / self.graphs.calls for span in self.spans[kind]])
 
     def start_turn(self) -> Events:
-        """Starts a turn under load: replays, the last of which are timed, and one of the small kernels alone."""
+        """Starts a turn under load: replays, the last of which are timed, and one of only the small kernels."""
         timed = min(TURN_REPLAYS, -(-self.replays_of_turn // 2))
         for _ in range(self.replays_of_turn - timed):
             self.replay("in-layer")
@@ -300,22 +300,22 @@ class _Timed:
             self._small_in_turns.append(spans[-1])
 
     def rounds_us(self) -> tuple[float, ...]:
-        """In-layer microseconds of a call, of each turn that was kept."""
+        """Returns in-layer microseconds of a call, for each turn that was kept."""
         if not self.turns:
             return ()
         small = statistics.median(self._small_in_turns)
         return tuple((span - small) * 1e6 / self.graphs.calls for span in self.turns)
 
     def mean_us(self, seconds: float, turns: int) -> float:
-        """In-layer microseconds of a call of so many turns that took so many seconds."""
+        """Returns in-layer microseconds of a call, from `turns` turns that took `seconds`."""
         small, number = statistics.median(self._small_in_turns), self.replays_of_turn
         return (seconds / turns - (number + 1) * small) * 1e6 / (number * self.graphs.calls)
 
 
 def _rest_and_replay(timed: Sequence[_Timed]) -> float | None:
-    """Takes spans of all replays in bursts after rests, in an order that reverses; the SM clock meanwhile."""
+    """Measures all replays in bursts after rests, in an order that reverses; returns the SM clock meanwhile."""
     there = [(one, kind) for one in timed for kind in one.spans]
-    # there and back, as under load: of equal kernels that never swap places, the later one is slower as the clock falls
+    # the order reverses, as under load: without it, the later one of equal kernels is slower as the clock falls
     queue = [
         (one, kind)
         for number in range(REPLAYS)
@@ -335,7 +335,7 @@ def _rest_and_replay(timed: Sequence[_Timed]) -> float | None:
             left -= one.seconds[kind]
             place += 1
         burst = queue[first:place]
-        burst[0][0].replay(burst[0][1])  # uncounted: the host gets ahead of the GPU
+        burst[0][0].replay(burst[0][1])  # not counted: the host gets ahead of the GPU
         events = _enqueue(burst)
         clocks += _clocks_before(events[-1][2], READINGS)
         events[-1][2].synchronize()
@@ -345,7 +345,7 @@ def _rest_and_replay(timed: Sequence[_Timed]) -> float | None:
 
 
 def _take_turns(timed: Sequence[_Timed]) -> float | None:
-    """Has all computations keep times of turns under one load, without a pause; the SM clock meanwhile.
+    """Measures turns of all computations under one load, without a pause; returns the SM clock meanwhile.
 
     Two turns are in flight, so the GPU never waits.
     """
@@ -366,7 +366,7 @@ def _take_turns(timed: Sequence[_Timed]) -> float | None:
 
 
 def _order(timed: Sequence[_Timed], rounds: int) -> Iterator[tuple[_Timed, bool]]:
-    """Whose turn it is, and whether it is kept: those of the load are not."""
+    """Yields whose turn it is, and whether it is kept: turns before the rounds only load the card."""
     started = time.monotonic()
     while time.monotonic() - started < LOAD_SECONDS:
         yield from ((one, False) for one in timed)
@@ -375,7 +375,7 @@ def _order(timed: Sequence[_Timed], rounds: int) -> Iterator[tuple[_Timed, bool]
 
 
 def _alone(one: _Timed) -> tuple[float | None, float]:
-    """Power of the card under a load of one computation alone, and in-layer microseconds of a call, their mean."""
+    """Returns the card's power under a load of one computation alone, and its mean in-layer microseconds of a call."""
     first, _ = _turns_alone(one, SETTLED_SECONDS, None)
     before, started = nvml.joules(), time.monotonic()
     last, number = _turns_alone(one, POWER_SECONDS, first)
@@ -386,7 +386,7 @@ def _alone(one: _Timed) -> tuple[float | None, float]:
 
 
 def _turns_alone(one: _Timed, seconds: float, before: Events | None) -> tuple[Events, int]:
-    """Turns without a pause: the last one, which is left in flight, and how many."""
+    """Makes turns without a pause; returns the last one, which is left in flight, and their number."""
     started, number = time.monotonic(), 0
     while before is None or time.monotonic() - started < seconds:
         events = one.start_turn()
@@ -409,7 +409,7 @@ def _enqueue(replays: Sequence[tuple[_Timed, str]]) -> Events:
 
 
 def _clocks_before(end: torch.cuda.Event, most: int) -> list[float]:
-    """SM clocks that were read before the GPU came to `end`."""
+    """Reads SM clocks until the GPU comes to `end`."""
     clocks: list[float] = []
     while len(clocks) < most and not end.query():
         reading = nvml.sm_mhz()

@@ -1,10 +1,10 @@
-"""Times of the indexer: `index_decode` and its two kernels apart, and `index_topk` beside `torch.topk`.
+"""Times of the indexer: `index_decode` and its two kernels separately, and `index_topk` beside `torch.topk`.
 
     python -m bench.indexer
 
 Keys lie in a pool that no cache of the card holds, and each call reads other pages of it. Logits of `index_topk` are in
-the L2 cache where they fit, as the kernel that makes them leaves them; "cold" ones are read from memory. Bounds are the
-bytes of keys or logits over the read bandwidth of an H100.
+the L2 cache if they fit, since the kernel that makes them leaves them there; "cold" ones are read from memory. Bounds
+are the bytes of keys or logits over the read bandwidth of an H100.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from fp8_mla import INDEX_KEY, row_views
 DECODES = ((1, 8192, 1), (1, 32_768, 1), (1, 131_072, 1), (1, 2**20, 1), (8, 32_768, 1), (8, 131_072, 1), (64, 8192, 1),
            (64, 32_768, 1), (64, 131_072, 1), (128, 131_072, 1), (64, 32_768, 2), (64, 32_768, 3),
            (64, 32_768, 4), (64, 32_768, 8))  # fmt: skip
-"""Requests, keys of each, queries of each."""
+"""(requests, keys of each request, queries of each request)."""
 CHOICES = ((1, 8192), (1, 32768), (1, 131072), (8, 8192), (8, 32768), (8, 131072), (64, 8192), (64, 32768),
            (64, 131072), (128, 131072))  # fmt: skip
-"""Rows of logits, and how many a row has."""
+"""(rows of logits, logits of a row)."""
 HEADS, TOPK, PAGE_SIZE, POOL_BYTES = 64, 2048, 64, 1.35e9
 BYTES_A_US = 3.06e6
 CODES = 150
-"""Of a number of 1. So logits are about 1, as a model's are, and the choice's bins hold them."""
+"""Code of the number 1: logits are then about 1, as a model's are, and the bins of the choice cover them."""
 SETS = 4
 COLD_BYTES = 200e6
 
@@ -48,7 +48,7 @@ def show(title: str, nbytes: float, ways: Mapping[str, Sequence[Call]], more: st
 
 
 def key_pool(gen: torch.Generator) -> torch.Tensor:
-    """Pages (n, 64, 132) uint8 of index keys."""
+    """Makes pages (n, 64, 132) uint8 of index keys."""
     pages = int(POOL_BYTES / (PAGE_SIZE * 132))
     cache = torch.empty(pages, PAGE_SIZE, 132, dtype=torch.uint8, device="cuda")
     codes, scales = row_views(cache, INDEX_KEY)
@@ -59,7 +59,7 @@ def key_pool(gen: torch.Generator) -> torch.Tensor:
 
 
 def e4m3(shape: tuple[int, ...], gen: torch.Generator) -> torch.Tensor:
-    """Codes of normal numbers whose largest is about 448."""
+    """Makes codes of normal numbers whose largest is about 448."""
     drawn = torch.randn(shape, device="cuda", generator=gen) * CODES
     return drawn.clamp(-448, 448).to(torch.float8_e4m3fn)
 
@@ -67,7 +67,7 @@ def e4m3(shape: tuple[int, ...], gen: torch.Generator) -> torch.Tensor:
 def decode_ways(
     cache: torch.Tensor, batch: int, length: int, s_q: int, gen: torch.Generator
 ) -> tuple[Call, Call, Call]:
-    """A call of the op, and of its two kernels, over the same pages."""
+    """Returns a call of the op, and of its two kernels, over the same pages."""
     call: dict[str, Any] = {
         "q": e4m3((batch, s_q, HEADS, 128), gen),
         "weights": torch.randn(batch, s_q, HEADS, device="cuda") / CODES / (HEADS * 128) ** 0.5,
@@ -96,7 +96,7 @@ def decode_ways(
 
 
 def choice(logits: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """A call of `index_topk` that gives slots of pages."""
+    """Returns a call of `index_topk` that gives slots of pages."""
     rows, width = logits.shape
     lengths = torch.full((rows,), width, dtype=torch.int32, device="cuda")
     table = torch.randperm(rows * width // PAGE_SIZE, device="cuda").int().view(rows, -1)
@@ -105,7 +105,7 @@ def choice(logits: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def choice_ways(logits: torch.Tensor) -> dict[str, Sequence[Call]]:
-    """Random logits in L2 and from memory, families in which a choice is hard, and torch's kernel."""
+    """Makes random logits in L2 and in memory, families in which a choice is hard, and torch's kernel."""
     families = {"warm": logits}
     if logits.shape[1] >= 32768 and len(logits) in (1, 64):
         zeros, equal = (logits - 3).clamp(min=0.0), torch.full_like(logits, 1.5)

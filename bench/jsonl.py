@@ -1,6 +1,6 @@
-"""Records on disk: one line of JSON for what holds for all of a record, then one line for each case.
+"""Records on disk: one line of JSON with the facts of the whole record, then one line for each case.
 
-Other results are one JSON value whose parts have lines of their own where they are long: `folded`.
+Other results are one JSON value; its long parts have lines of their own: `folded`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 LIST = "list"
-"""Key of a line that says which list of the record the line belongs to."""
+"""Key of a line that tells which list of the record the line belongs to."""
 LONGEST = 1800
-"""Characters of a line, as far as that can be."""
+"""Most characters of a line, as far as possible."""
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
-    """A record with its lists, as `write` got it.
+    """Reads a record with its lists, as `write` got it.
 
     Raises:
         ValueError: a line is not JSON.
@@ -47,7 +47,7 @@ def write(record: Mapping[str, Any], path: pathlib.Path) -> None:
 
 
 def folded(value: Any) -> str:
-    """A value as JSON in which what fits has a line of its own."""
+    """Formats a value as JSON; parts that fit have a line of their own."""
     line = json.dumps(value, allow_nan=False)
     if len(line) <= LONGEST or not isinstance(value, Mapping | list):
         return line

@@ -1,10 +1,10 @@
-"""Which machine code a benchmark ran, and which cases of a record ran code that is built no longer.
+"""Finds the machine code that a benchmark ran, and the cases of a record whose code is no longer built.
 
     python -m bench.kernels_run results/h100.jsonl      marks those cases in the record; compiles what they name
 
-A case of a record names the specifications that it ran, each with the digest of `tests.kit.sass`. A specification that
-has another digest now, or is none any more, makes the case an older one, which pages say. The compiler decides machine
-code as well, so records of another version of the DSL are not compared.
+A case of a record names the specs that it ran, each with the digest of `tests.kit.sass`. If a spec has another digest
+now, or does not exist any more, the case is an older one, which pages say. The compiler decides machine code as well,
+so records of another version of the DSL are not compared.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ FOOTNOTE = "† Machine code that is no longer built ran this case; what is buil
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """What all operators ship: everything that tests/gpu runs but for what single tests ask for."""
+    """Returns the specs that all operators ship: everything that tests/gpu runs except for requests of single tests."""
     return [spec for name in SPEC_MODULES for spec in importlib.import_module(name).shipped_specs()]
 
 
 class _Noting(dict[KernelSpec, Callable[..., Any]]):
-    """The loaded kernels of the process; `asked` gets those that calls ask for."""
+    """The loaded kernels of the process; `asked` gets the specs that calls ask for."""
 
     def __init__(self, kernels: Mapping[KernelSpec, Callable[..., Any]], asked: Callable[[KernelSpec], None]) -> None:
         super().__init__(kernels)
@@ -65,8 +65,8 @@ class _Noting(dict[KernelSpec, Callable[..., Any]]):
 def watching(asked: Callable[[KernelSpec], None]) -> Iterator[None]:
     """Calls `asked` with each spec that an operator asks for inside of the block, before it is loaded or compiled.
 
-    A call whose shapes are known goes by what an earlier one prepared and asks for no kernel, so everything prepared is
-    forgotten first. What captured graphs hold of it stays theirs to keep.
+    A call whose shapes are known uses a prepared launch and asks for no kernel, so all prepared launches are forgotten
+    first. Captured graphs keep the parts that they hold.
     """
     for name, module in list(sys.modules.items()):
         prepared: Any = getattr(module, "_prepared", None) if name.startswith("cute_kernels.") else None
@@ -83,19 +83,19 @@ def watching(asked: Callable[[KernelSpec], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noting() -> Iterator[dict[KernelSpec, None]]:
-    """A dictionary whose keys become the specs that calls inside of the block ask for, in order."""
+    """Yields a dictionary whose keys become the specs that calls inside of the block ask for, in order."""
     asked: dict[KernelSpec, None] = {}
     with watching(lambda spec: asked.setdefault(spec)):
         yield asked
 
 
 def digests(specs: Iterable[KernelSpec]) -> dict[str, str]:
-    """The entry "kernels" of a case, from the specs that it asked for."""
+    """Returns the entry "kernels" of a case, from the specs that it asked for."""
     return {repr(spec): sass.digest(spec) for spec in specs}
 
 
 def spec_of(text: str) -> KernelSpec | None:
-    """The spec that prints as this text; None where no class has that name and those fields any more."""
+    """Returns the spec that prints as this text; None if no class has that name and those fields any more."""
     try:
         call = ast.parse(text, mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
@@ -119,7 +119,7 @@ def _spec_classes() -> dict[str, type]:
 
 
 def is_older(case: Mapping[str, Any], digest: Callable[[KernelSpec], str] = sass.digest) -> bool:
-    """Whether a specification of a case is built to other code now, or is built no longer."""
+    """Returns whether a spec of a case has other machine code now, or is no longer built."""
     for text, recorded in case.get("kernels", {}).items():
         spec = spec_of(text)
         if spec is None or digest(spec) != recorded:
@@ -132,7 +132,7 @@ def _compile(spec: KernelSpec) -> None:
 
 
 def marked(record: Mapping[str, Any], digest: Callable[[KernelSpec], str] = sass.digest) -> dict[str, Any]:
-    """The record with "older" in each case that ran other machine code than is built now."""
+    """Returns the record with "older" in each case that ran other machine code than is built now."""
     parts = {}
     for name in ("cases", "values"):
         cases = [{key: value for key, value in case.items() if key != "older"} for case in record.get(name, ())]
@@ -141,12 +141,12 @@ def marked(record: Mapping[str, Any], digest: Callable[[KernelSpec], str] = sass
 
 
 def mark(case: Mapping[str, Any] | None) -> str:
-    """What follows the name of a case on a page."""
+    """Returns the mark that follows the name of a case on a page."""
     return MARK if case is not None and case.get("older") else ""
 
 
 def main() -> int:
-    """Runs from the command line; 1 where nothing can be said of a record."""
+    """Runs from the command line; 1 if a record cannot be compared."""
     for path in map(pathlib.Path, sys.argv[1:]):
         record = records.read(path)
         here = records.package_version("nvidia-cutlass-dsl")
@@ -163,6 +163,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from bench import kernels_run  # by its name: processes that compile do not find what this file calls __main__
+    from bench import kernels_run  # by its name: processes that compile do not find this file's __main__
 
     sys.exit(kernels_run.main())

@@ -32,15 +32,15 @@ from tests.kit.values import FAMILIES, fill_pages, query, sort_indices
 
 PAGE_SIZE: Final = 64
 CONTEXTS: Final = {"v3.2": (32768, 64)}
-"""Tokens of a context that a request picks its keys from, and how many contexts lie in the cache at least."""
+"""Tokens of a context that a request picks its keys from, and the least number of contexts in the cache."""
 COMPRESSED: Final = (8192, 128)
-"""The same of the other formats."""
+"""Tokens of a context and number of contexts of the other formats."""
 WINDOW, WINDOW_TOKENS = 128, 1 << 17
 """Tokens of a window, and of the windows of all requests: 76 MB, more than the L2 cache."""
 MOST_BYTES: Final = 32 << 30
-"""Of caches that are kept: the families of V3.2 are 25 GB."""
+"""Most bytes of caches that are kept: the families of V3.2 are 25 GB."""
 PAGE_PADDING: Final = {"v4": 576}
-"""Pages of planar formats are padded to a multiple of so many bytes, as engines do; others to 512."""
+"""Pages of planar formats are padded to a multiple of this many bytes, as in engines; others to 512."""
 ROWS_CHECKED: Final = 6
 LONGEST_TOPK: Final = 16384
 HEADS_OF_CTA: Final = 64
@@ -49,7 +49,7 @@ Store = dict[Any, torch.Tensor]
 
 
 class Caches:
-    """Paged caches of all cases and families of values, made when first asked for; the oldest are dropped."""
+    """Paged caches of all cases and families of values, made when first requested; the oldest are dropped."""
 
     def __init__(self, device: str = "cuda") -> None:
         self.device = device
@@ -57,7 +57,7 @@ class Caches:
         self._bf16: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def get(self, name: str, tokens: int, page_size: int, family: str = "normal", run: int = 0) -> torch.Tensor:
-        """(pages, page_size, bytes) uint8 of at least so many tokens; a family may sort each `run` of them."""
+        """Returns (pages, page_size, bytes) uint8 of at least `tokens` tokens; a family may sort each `run` of them."""
         family = "normal" if FAMILIES[family].of_query else family
         run = run if FAMILIES[family].sorted else 0
         key = (name, page_size, family, run)
@@ -72,12 +72,12 @@ class Caches:
         return known
 
     def clear(self) -> None:
-        """Frees all."""
+        """Frees all caches."""
         self._made.clear()
         self._bf16 = None
 
     def in_bf16(self, cache: torch.Tensor) -> torch.Tensor:
-        """(pages, 64, 1, 576) bfloat16: the same tokens for peers without an FP8 cache."""
+        """Returns (pages, 64, 1, 576) bfloat16: the same tokens for peers without an FP8 cache."""
         if self._bf16 is None or self._bf16[0] is not cache:
             shape = (*cache.shape[:2], 1, V3_2.d_qk)
             self._bf16 = cache, torch.empty(shape, dtype=torch.bfloat16, device=cache.device)
@@ -87,7 +87,7 @@ class Caches:
 
 
 def empty_cache(token_format: TokenFormat, tokens: int, page_size: int, device: str) -> torch.Tensor:
-    """(pages, page_size, bytes) uint8 of zeros, planar pages padded at their end."""
+    """Makes (pages, page_size, bytes) uint8 of zeros, planar pages padded at their end."""
     unit, size = PAGE_PADDING.get(token_format.name, 512), token_format.token_bytes
     pages, stride = -(-tokens // page_size), -(-page_size * size // unit) * unit
     if len(token_format.row_bytes) == 1:
@@ -98,14 +98,14 @@ def empty_cache(token_format: TokenFormat, tokens: int, page_size: int, device: 
 
 @dataclass(frozen=True)
 class MlaCase(Case):
-    """One decode benchmark.
+    """A decode benchmark.
 
     keys        topk of the first cache, or the sequence length
-    formats     of the first cache and of the second, if there are two
+    formats     formats of the first cache and of the second, if there are two
     extra_keys  topk of the second cache
-    page_size   of the second cache, or of the only one
-    ragged      requests have 1 to `keys` of them, all numbers equally likely; of two caches 64 to `extra_keys` of the
-                second, the first ones of its context
+    page_size   page size of the second cache, or of the only one
+    ragged      requests have 1 to `keys` keys, all numbers equally likely; with two caches 64 to `extra_keys` keys of
+                the second, the first ones of its context
     """
 
     mode: str
@@ -126,7 +126,7 @@ class MlaCase(Case):
 
     @property
     def key(self) -> dict[str, Any]:
-        """What names the case in a record."""
+        """The entries of a record that identify the case."""
         key: dict[str, Any] = {"op": self.op, "mode": self.mode, "batch": self.batch, "h_q": self.h_q, "s_q": self.s_q}
         key["s_k" if self.mode == "dense" else "topk"] = self.keys
         if not self.is_v32:
@@ -137,7 +137,7 @@ class MlaCase(Case):
 
     @property
     def lengths(self) -> list[int]:
-        """Keys of each request: in the second cache, if there are two."""
+        """Number of keys of each request: in the second cache, if there are two."""
         most, least = (self.extra_keys, 64) if self.extra_keys else (self.keys, 1)
         if not self.ragged:
             return [most] * self.batch
@@ -145,13 +145,13 @@ class MlaCase(Case):
 
     @property
     def keys_of_queries(self) -> tuple[int, ...]:
-        """Keys of all queries, in each cache."""
+        """Number of keys of all queries, in each cache."""
         last = self.s_q * sum(self.lengths)
         return (self.s_q * self.batch * self.keys, last) if self.extra_keys else (last,)
 
     @property
     def tokens_spread(self) -> int:
-        """Keys of all queries, once for each group of 64 heads."""
+        """Number of keys of all queries, once for each group of 64 heads."""
         return sum(self.keys_of_queries) * -(-self.h_q // HEADS_OF_CTA)
 
     @property
@@ -166,17 +166,17 @@ class MlaCase(Case):
 
     @property
     def flops(self) -> int:
-        """Both products."""
+        """FLOP of both products."""
         first = FORMATS[self.formats[0]]
         return 2 * (first.d_qk + first.d_v) * self.h_q * sum(self.keys_of_queries)
 
     @property
     def sets(self) -> int:
-        """Input sets to rotate."""
+        """Number of input sets to rotate."""
         return sets_to_outgrow_l2(self.bytes_moved)
 
     def specs(self, num_sms: int) -> list[Any]:
-        """The kernels that the planner asks for, with each exchange where there is one."""
+        """Returns the kernels that the planner asks for, with each exchange that exists."""
         sparse = self.mode == "sparse"
         plan = functools.partial(
             plan_decode,
@@ -200,7 +200,7 @@ class MlaCase(Case):
         return self.is_v32 and self.h_q > HEADS_OF_CTA
 
     def rates(self, timing: Timing, ceilings: Mapping[str, float]) -> dict[str, Any]:
-        """Also SM cycles a token and group of 64 heads, had the work been spread evenly over all SMs."""
+        """Adds SM cycles per token and group of 64 heads, as if the work were spread evenly over all SMs."""
         found = super().rates(timing, ceilings)
         if timing.sm_mhz_rested is None:
             return found
@@ -209,12 +209,12 @@ class MlaCase(Case):
         return {**found, "cycles_per_token": round(cycles, 1)}
 
     def work(self, store: Any, family: str = "normal", rows_checked: int = ROWS_CHECKED) -> Work:
-        """The case over caches and queries of a family of values."""
+        """Makes the case over caches and queries of a family of values."""
         inputs = self.inputs(store, family)
         out, lse = decode_call(inputs[0])()
         rows = spread_rows(self.batch, rows_checked)
         check = check_decode(out[rows], lse[rows], name=self.name, **inputs[0].rows(rows).arguments())
-        # keys in bfloat16 lose scores of hundreds, which is no reason not to time a peer
+        # keys in bfloat16 lose accuracy of scores of hundreds, which is no reason not to time a peer
         limit = 1.0 if family == "normal" else float("inf")
         exchanges = {choice: functools.partial(_calls, inputs, exchange=choice) for choice in EXCHANGES}
         return Work(
@@ -226,7 +226,7 @@ class MlaCase(Case):
         )
 
     def inputs(self, store: Caches, family: str = "normal") -> list[DecodeCase]:
-        """The rotated input sets. Where the family sorts, so are lists of keys, and pages follow each other."""
+        """Makes the rotated input sets. If the family sorts, so are lists of keys, and pages follow each other."""
         make = self._dense if self.mode == "dense" else self._sparse
         return list(make(store, family, generator(self.batch * 1000 + self.h_q + self.s_q, store.device)))
 
@@ -276,7 +276,7 @@ class MlaCase(Case):
         return slots.expand(-1, self.s_q, -1).int().contiguous()
 
     def _picked(self, first: torch.Tensor, context: int, keys: int, family: str, gen: torch.Generator) -> torch.Tensor:
-        """Different tokens of each request's context in any order, as an indexer picks them."""
+        """Picks different tokens of each request's context in any order, as an indexer does."""
         order = uniform((self.batch * self.s_q, context), gen)
         picked = order.topk(keys, sorted=False).indices.view(self.batch, self.s_q, keys)
         indices = (picked + first.view(-1, 1, 1)).int()
@@ -286,7 +286,7 @@ class MlaCase(Case):
 
 
 def decode_call(case: DecodeCase, **forced: Any) -> Call:
-    """A call that writes to poisoned memory of its own, and returns out and lse."""
+    """Returns a call that writes to poisoned memory of its own, and returns out and lse."""
     out, lse = (buffer.tensor for buffer in case.outputs())
     options: dict[str, Any] = {**case.arguments(), **forced, "out": out, "lse": lse, "return_lse": True}
     return functools.partial(cute_kernels.mla_fp8_decode, **options)
@@ -297,7 +297,7 @@ def _calls(inputs: Sequence[DecodeCase], **forced: Any) -> list[Call]:
 
 
 def _error(rows: Sequence[int], out: torch.Tensor, case: DecodeCase) -> float:
-    """Relative error of a peer on some rows."""
+    """Returns the relative error of a peer on some rows."""
     return relative_error(out[list(rows)], reference_decode(**case.rows(rows).arguments())[0])
 
 
@@ -306,7 +306,7 @@ def _error(rows: Sequence[int], out: torch.Tensor, case: DecodeCase) -> float:
 
 @dataclass(frozen=True)
 class MlaAppendCase(Case):
-    """The append of 65,536 tokens to shuffled pages, planar ones where a format has them."""
+    """The append of 65,536 tokens to shuffled pages, planar ones if the format has them."""
 
     cache_format: str
     op: ClassVar[str] = "mla_fp8_append"
@@ -314,26 +314,26 @@ class MlaAppendCase(Case):
 
     @property
     def key(self) -> dict[str, Any]:
-        """What names the case in a record."""
+        """The entries of a record that identify the case."""
         return {"op": self.op, "tokens": APPEND_TOKENS, **self.options}
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments beside the tensors."""
+        """Returns the arguments besides the tensors."""
         return {} if self.cache_format == V3_2.name else {"cache_format": self.cache_format}
 
     @property
     def bytes_moved(self) -> int:
-        """New tokens, slots and what is written."""
+        """Bytes of new tokens, slots and written rows."""
         made = FORMATS[self.cache_format]
         return APPEND_TOKENS * (2 * made.d_qk + made.token_bytes + 8)
 
     def specs(self, num_sms: int) -> list[Any]:
-        """The kernel."""
+        """Returns the kernel."""
         return [MlaAppendSpec.for_launch(APPEND_TOKENS, self.cache_format)]
 
     def work(self, store: Any) -> Work:
-        """The case over random tokens and empty caches."""
+        """Makes the case over random tokens and empty caches."""
         gen, made = generator(2, store.device), FORMATS[self.cache_format]
         shape = (APPEND_TOKENS // PAGE_SIZE, PAGE_SIZE, made.token_bytes)
         sets = []
@@ -355,7 +355,7 @@ class MlaAppendCase(Case):
 def append_call(
     kv: torch.Tensor, slots: torch.Tensor, shape: tuple[int, ...], options: Mapping[str, Any]
 ) -> Callable[[], torch.Tensor]:
-    """An append to a cache of zeros, which it returns."""
+    """Returns an append to a cache of zeros, which it returns."""
     cache = torch.zeros(shape, dtype=torch.uint8, device=kv.device)
 
     def call() -> torch.Tensor:
@@ -376,23 +376,23 @@ class MergeCase(Case):
 
     @property
     def key(self) -> dict[str, Any]:
-        """What names the case in a record."""
+        """The entries of a record that identify the case."""
         return {"op": self.op, "splits": self.splits, "batch": self.batch, "h_q": self.h_q, "s_q": 1, "d": V_DIM}
 
     @property
     def bytes_moved(self) -> int:
-        """Partial results and the merged one."""
+        """Bytes of partial results and of the merged one."""
         rows = self.batch * self.h_q
         return self.splits * rows * 4 * (V_DIM + 1) + rows * (2 * V_DIM + 4)
 
     def specs(self, num_sms: int) -> list[Any]:
-        """The kernel."""
+        """Returns the kernel."""
         rows = self.batch * self.h_q
         dtypes: dict[str, Any] = {"in_dtype": "float32", "out_dtype": "bfloat16"}
         return [MergeSpec.for_launch(rows=rows, num_states=self.splits, d=V_DIM, **dtypes, has_sink=False)]
 
     def work(self, store: Any) -> Work:
-        """The case over random partial results."""
+        """Makes the case over random partial results."""
         gen, shape = generator(3, store.device), (self.splits, self.batch, 1, self.h_q)
         sets = [
             tuple(normal(size, gen) for size in ((*shape, V_DIM), shape))
@@ -407,7 +407,7 @@ class MergeCase(Case):
 
 
 def merge_call(outs: torch.Tensor, lses: torch.Tensor) -> Call:
-    """A merge into poisoned bfloat16 memory of its own, which returns out and lse."""
+    """Returns a merge into poisoned bfloat16 memory of its own, which returns out and lse."""
     out = torch.full(outs.shape[1:], float("nan"), dtype=torch.bfloat16, device=outs.device)
     return functools.partial(cute_kernels.merge_states, outs, lses, out=out)
 

@@ -1,7 +1,7 @@
 """Clock and energy of the current GPU while it works: through NVML, whose library comes with the driver.
 
-Everything here returns None where it cannot be known: a benchmark then has no clock, and runs all the same. nvidia-smi
-says the same, but takes longer than the work whose clock is asked for.
+Every function returns None if the value cannot be known: a benchmark then has no clock, and runs all the same.
+nvidia-smi reports the same, but takes longer than the work whose clock is needed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CLOCK_SM: Final = 1  # NVML_CLOCK_SM
 
 @functools.cache
 def _sensors(device: int) -> tuple[Any, ctypes.c_void_p] | None:
-    """NVML, and its handle of a device of CUDA: the order of NVML's own indices may be another one."""
+    """Returns NVML, and its handle of a CUDA device: NVML's own indices may have another order."""
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     name, handle = f"GPU-{uuid.removeprefix('GPU-')}".encode(), ctypes.c_void_p()
     try:
@@ -30,7 +30,7 @@ def _sensors(device: int) -> tuple[Any, ctypes.c_void_p] | None:
 
 
 def sm_mhz() -> float | None:
-    """SM clock now, in MHz."""
+    """Returns the SM clock now, in MHz."""
     sensors, value = _sensors(torch.cuda.current_device()), ctypes.c_uint()
     if sensors is None or sensors[0].nvmlDeviceGetClockInfo(sensors[1], ctypes.c_int(CLOCK_SM), ctypes.byref(value)):
         return None
@@ -38,7 +38,7 @@ def sm_mhz() -> float | None:
 
 
 def joules() -> float | None:
-    """Energy since the driver was loaded; differences over a second are good to some per cent."""
+    """Returns the energy since the driver was loaded; differences over a second are good to some per cent."""
     sensors, value = _sensors(torch.cuda.current_device()), ctypes.c_ulonglong()
     if sensors is None or sensors[0].nvmlDeviceGetTotalEnergyConsumption(sensors[1], ctypes.byref(value)):
         return None

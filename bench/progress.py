@@ -1,4 +1,4 @@
-"""What a long run is doing and for how long it took: lines on standard error, results go elsewhere."""
+"""Progress of a long run with its time: lines on standard error, while results go elsewhere."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class Progress:
         self._started = time.monotonic()
 
     def say(self, text: str) -> None:
-        """One line."""
+        """Prints one line."""
         print(f"{time.monotonic() - self._started:6.1f} s  {text}", file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def step(self, text: str, done: int | None = None, total: int = 0) -> Iterator[None]:
-        """Says what the block does, and which of several steps it is."""
+        """Prints what the block does, and which of several steps it is."""
         self.say(text if done is None else f"[{done + 1}/{total}]  {text}")
         yield
 
     @contextlib.contextmanager
     def count(self, text: str, total: int) -> Iterator[Callable[[str], None]]:
-        """Gives a function to call after each of `total` steps, with words on it; it says each tenth of them."""
+        """Yields a function to call after each of `total` steps with a text; it prints each tenth of them."""
         done = 0
 
         def advance(words: str) -> None:

@@ -1,4 +1,4 @@
-"""What ranks of one host take to exchange partial results, and how much faster they decode together.
+"""Time that ranks of one host take to exchange partial results, and how much faster they decode together.
 
 Runs on every rank of torchrun; all ranks return the same record. Times are those of the slowest rank, in-layer: graphs
 of a small kernel and a call in turn, less graphs of the small kernels, medians of `REPLAYS` replays.
@@ -40,21 +40,21 @@ DECODED: Final = (
     ("gqa", 1, 1 << 18),
     ("gqa", 1, 1 << 20),
 )
-"""Op, batch, and tokens of each context."""
+"""(op, batch, tokens of each context)."""
 SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 26
-"""Sent by each rank in a bare collective: its start decides, or the link."""
+"""Bytes sent by each rank in a bare collective: its start decides, or the link."""
 FEW, MANY, REPLAYS = 4, 20, 21
-"""Calls of a shorter and a longer replay. A call takes what the second has more, over the calls it has more: ranks may
-begin a replay apart, and the first exchange waits for that. With an exchange, each of 4 decodes of 82 us took 33 us
-more, each of 20 took 10."""
+"""Calls of a shorter and a longer replay. A call's time is the difference of the two over the difference in calls:
+ranks may begin a replay apart, and the first exchange waits for that. With an exchange, each of 4 decodes of 82 us took
+33 us more, each of 20 took 10."""
 ENQUEUE_CYCLES = 10_000_000
 """Five milliseconds, in which the host enqueues a replay."""
 REST_SECONDS = 0.05
-"""Before a replay of decodes, as in `bench.in_layer`."""
+"""Idle time before a replay of decodes, as in `bench.in_layer`."""
 
 
 def measure(say: Callable[[str], None]) -> dict[str, Any]:
-    """A record: card and versions, "link", "exchanges" and "decodes". Needs torchrun, with a GPU for each rank."""
+    """Makes a record: card and versions, "link", "exchanges", "decodes". Needs torchrun, with a GPU for each rank."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
@@ -74,7 +74,7 @@ def measure(say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def link(member: Member, device: torch.device) -> dict[str, float]:
-    """Of bare collectives: microseconds of a small one, and GB/s that a rank receives in a large one."""
+    """Measures bare collectives: microseconds of a small one, and GB/s that a rank receives in a large one."""
     times = []
     for size in (SMALL_BYTES, LARGE_BYTES):
         sent = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -85,12 +85,12 @@ def link(member: Member, device: torch.device) -> dict[str, float]:
 
 
 def exchange_of(batch: int, heads: str, ranks: int) -> Exchange:
-    """What ranks exchange of so many query tokens of MLA."""
+    """Returns the exchange of `batch` query tokens of MLA."""
     return Exchange(ranks, batch * MLA_HEADS, MLA_D, heads)
 
 
 def exchanges(member: Member, device: torch.device) -> Iterator[dict[str, Any]]:
-    """An exchange of partial MLA results and its merge, by both ways, which must agree to one rounding."""
+    """Measures an exchange of partial MLA results and its merge, in both ways, which must agree to one rounding."""
     for batch in EXCHANGED:
         for heads in ("gather", "scatter"):
             shape = (batch, 1, MLA_HEADS)
@@ -119,9 +119,9 @@ def exchanges(member: Member, device: torch.device) -> Iterator[dict[str, Any]]:
 class Decode:
     """A decode of whole contexts on one GPU, and of this rank's share of them.
 
-    op      of the package
+    op      decode op of the package
     whole   its arguments over all tokens
-    share   its arguments over this rank's; lengths are those of the whole contexts
+    share   its arguments over this rank's tokens; lengths are those of the whole contexts
     local   the lengths that this rank has
     """
 
@@ -132,7 +132,7 @@ class Decode:
 
     @classmethod
     def of(cls, op: str, batch: int, tokens: int, member: Member, device: torch.device) -> Decode:
-        """Every rank makes the same contexts, of `tokens` each, and keeps every world_size-th token."""
+        """Makes the same contexts on every rank, of `tokens` each, and keeps every world_size-th token."""
         gen = generator(tokens, device)
         lengths = torch.full((batch,), tokens, dtype=torch.int32, device=device)
         caches: dict[str, torch.Tensor] = {}
@@ -163,21 +163,21 @@ class Decode:
         return cls(mla_fp8_decode if op == "mla" else gqa_decode, arguments(0, 1), share, local)
 
     def together(self, combine: str) -> Any:
-        """Of all ranks."""
-        lengths = self.local.view(-1, 1)  # of one query token
+        """Decodes on all ranks together."""
+        lengths = self.local.view(-1, 1)  # for one query token
         return context_parallel_decode(self.op, None, **self.share, combine=combine, local_lengths=lengths)
 
     def alone(self) -> Any:
-        """Of one GPU."""
+        """Decodes on one GPU."""
         return self.op(**self.whole)
 
     def of_share(self) -> Any:
-        """Of this rank's tokens, without an exchange."""
+        """Decodes over this rank's tokens, without an exchange."""
         return self.op(**{**self.share, "cache_seqlens": self.local}, return_lse=True)
 
 
 def decodes(member: Member, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Whole contexts on one GPU, beside all ranks together."""
+    """Measures whole contexts on one GPU, and on all ranks together."""
     for op, batch, tokens in DECODED:
         decode = Decode.of(op, batch, tokens, member, device)
         whole = decode.alone()
@@ -198,7 +198,7 @@ def _bytes(arguments: Mapping[str, Any]) -> int:
 
 
 def time_us(call: Callable[[], Any], rest: float = 0.0) -> float:
-    """Microseconds of a call, in-layer, on the slowest rank, after rests of so many seconds.
+    """Returns the microseconds of a call, in-layer, on the slowest rank, after rests of `rest` seconds.
 
     All ranks call it at the same time.
     """
@@ -213,12 +213,12 @@ def time_us(call: Callable[[], Any], rest: float = 0.0) -> float:
 
 @functools.cache
 def _small_us() -> float:
-    """Of the small kernel; all ranks ask for it first at the same time."""
+    """Returns the microseconds of the small kernel; all ranks ask for it first at the same time."""
     return _more_us(in_layer.small_kernel(), 0.0)
 
 
 def _more_us(call: Callable[[], Any], rest: float) -> float:
-    """Microseconds of a call that a longer replay has more than a shorter one."""
+    """Returns the microseconds of a call, from a longer replay and a shorter one."""
     spans = []
     for calls in (FEW, MANY):
         graph, _ = timing.capture([call] * calls, warmed=True)
@@ -227,9 +227,9 @@ def _more_us(call: Callable[[], Any], rest: float) -> float:
 
 
 def _spans(graph: torch.cuda.CUDAGraph, rest: float) -> list[float]:
-    """Microseconds of replays. All ranks meet on their GPUs before each, when every host has enqueued it.
+    """Returns the microseconds of replays. All ranks meet on their GPUs before each, when every host has enqueued it.
 
-    Without that the slower host's rank starts tens of microseconds later, and the other one's exchange waits for it.
+    Otherwise the slower host's rank starts tens of microseconds later, and the other rank's exchange waits for it.
     """
     met = torch.zeros(1, device="cuda")
     spans = []

@@ -1,8 +1,8 @@
 """The record of a card: results/<card>.jsonl, one line a case.
 
-A speed enters the record only with a correctness check that passed in the same run. `record_case` is the one way to
-make an entry and enforces that; `validate` refuses a file in which anyone got around it. Each case names the machine
-code that it ran, so that a change which leaves that alone leaves the case valid.
+A speed enters the record only with a correctness check that passed in the same run. `record_case` is the only way to
+make an entry and enforces that; `validate` refuses a file that circumvents it. Each case names the machine code that it
+ran, so a change that leaves this code alone leaves the case valid.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ SPEED_KEYS: Final = (
     *("us", "us_p10", "us_p90", "us_back_to_back", "us_sustained", "us_loaded_alone"),
     *("TFLOPs", "GBps", "read_fraction", "copy_fraction", "cycles_per_token"),
 )
-"""What may not stand with a failed check."""
+"""Entries that a case with a failed check may not have."""
 CEILING_KEYS: Final = ("read_GBps", "copy_GBps", "bf16_gemm_TFLOPs")
 SANITIZER_TOOLS: Final = ("memcheck", "racecheck", "synccheck")
 MORE_TOOLS: Final = ("initcheck",)
-"""Tools that older records have no count of."""
+"""Tools for which older records have no count."""
 SAME_MACHINE: Final = ("card", "driver", "torch", "cutlass_dsl", "tvm_ffi", "cuda", "python")
-"""What parts of one record must agree on."""
+"""Entries that parts of one record must agree on."""
 UNKNOWN: Final = "unknown"
 AT_MOST: Final = ("us", "us_sustained", "worst_ratio", "slow_ratio")
-"""Figures of which less is better; of all others that a case must reach, more is."""
+"""Figures for which less is better; for all others that a case must reach, more is."""
 IDENTITY: Final = (
     *("op", "mode", "pass", "kv_dtype", "scales", "layout", "page_size", "batch", "h_q", "h_kv", "s_q", "d"),
     *("topk", "s_k", "ragged", "tokens", "splits", "window", "deterministic"),
     *("cache_format", "cache_layout", "extra_cache_format", "extra_topk"),
 )
-"""Fields of which a case has some, and by which it is told from all others."""
+"""The fields that identify a case; each case has some of them."""
 NAMED: Final = ("op", "mode", "pass", "cache_format", "kv_dtype", "scales", "layout")
 SIZED: Final = (
     *("topk", "extra_cache_format", "extra_topk", "s_k", "ragged", "d", "tokens", "splits", "window", "blocks"),
@@ -54,11 +54,11 @@ Record = dict[str, Any]
 
 
 class RecordError(ValueError):
-    """A record that says more than was checked, or lacks what readers of it rely on."""
+    """A record claims more than was checked, or lacks entries that readers need."""
 
 
 def machine() -> dict[str, str]:
-    """Card, driver and versions of this machine, and today's date (UTC)."""
+    """Returns card, driver and versions of this machine, and today's date (UTC)."""
     return {
         "card": torch.cuda.get_device_name(),
         "driver": _driver_version(),
@@ -73,17 +73,17 @@ def machine() -> dict[str, str]:
 
 
 def today() -> str:
-    """Today's date (UTC)."""
+    """Returns today's date (UTC)."""
     return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
 
 
 def record_case(key: Mapping[str, Any], check: Comparison, measure: Callable[[], Mapping[str, Any]]) -> Record:
-    """The entry of a case.
+    """Makes the entry of a case.
 
     Args:
-        key: what names the case: op, mode, sizes.
+        key: entries that identify the case: op, mode, sizes.
         check: the outcome of its correctness check.
-        measure: times it; called only when the check passed. What it has timed may turn out to be wrong: WrongReplay.
+        measure: times the case; called only if the check passed. It may raise WrongReplay for what it has timed.
 
     Returns:
         The key, the errors, and the speeds; or the key, the errors and "failed" with the reason.
@@ -98,24 +98,24 @@ def record_case(key: Mapping[str, Any], check: Comparison, measure: Callable[[],
 
 
 def card_slug(card: str) -> str:
-    """File name for a card: "NVIDIA H200" -> "h200", "NVIDIA H100 80GB HBM3" -> "h100"."""
+    """Returns the file name for a card: "NVIDIA H200" -> "h200", "NVIDIA H100 80GB HBM3" -> "h100"."""
     model = re.search(r"\b[A-Z]+\d+\b", card)
     return (model.group() if model else card.replace(" ", "_")).lower()
 
 
 def identity(case: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What tells a case from all others, the same in every record."""
+    """Returns the entries that distinguish a case from all others, the same in every record."""
     return tuple(case.get(key) for key in IDENTITY)
 
 
 def find_case(record: Record, key: Mapping[str, Any]) -> Record | None:
-    """The case with this key; None if the record has none."""
+    """Returns the case with this key; None if the record has none."""
     wanted = identity(key)
     return next((case for case in record["cases"] if identity(case) == wanted), None)
 
 
 def case_name(case: Mapping[str, Any]) -> str:
-    """What a case of a record was, in one line."""
+    """Describes a case of a record in one line."""
     named = [str(case[key]) for key in NAMED if case.get(key)]
     if "page_size" in case:
         named[-1] += f"_{case['page_size']}"
@@ -126,9 +126,9 @@ def case_name(case: Mapping[str, Any]) -> str:
 
 
 def attained(must: Mapping[str, float], case: Mapping[str, Any]) -> bool:
-    """Whether a case has every figure that it must. What was not measured is missed.
+    """Returns whether a case reaches every required figure. A figure that was not measured counts as missed.
 
-    "ratio" and "ratio_sustained" are those of the fastest peer.
+    "ratio" and "ratio_sustained" are compared with the fastest peer.
     """
     peers = (case.get("peers") or {}).values()
     ratios = {name: [peer[name] for peer in peers if name in peer] for name in ("ratio", "ratio_sustained")}
@@ -140,15 +140,15 @@ def attained(must: Mapping[str, float], case: Mapping[str, Any]) -> bool:
 
 
 def with_must(case: Record, must: Mapping[str, float]) -> Record:
-    """The case, and whether it is good enough where something is asked of it."""
+    """Returns the case, and whether it reaches its required figures, if any."""
     return {**case, "must": dict(must), "met": "failed" not in case and attained(must, case)} if must else case
 
 
 def joined(parts: Iterable[Mapping[str, Any]]) -> Record:
-    """One record of several of the same card and versions; where two have the same, the later one's.
+    """Joins several records of the same card and versions; if two have the same entry, the later one counts.
 
     Raises:
-        RecordError: they are of other cards or versions, or the whole is no record.
+        RecordError: cards or versions differ, or the whole is not a valid record.
     """
     whole: Record = {}
     for part in parts:
@@ -168,7 +168,7 @@ def joined(parts: Iterable[Mapping[str, Any]]) -> Record:
 
 
 def _filled(old: Mapping[str, Any], new: Mapping[str, Any]) -> Record:
-    """Both, the new one's values where it has some."""
+    """Joins two entries; the new one's values count if it has some."""
     filled = {**new, **old}
     for key, value in new.items():
         if isinstance(value, Mapping):
@@ -182,7 +182,7 @@ def validate(record: Mapping[str, Any]) -> None:
     """Checks the keys that readers rely on, and that no speed stands without a passed check.
 
     Raises:
-        RecordError: naming all that is wrong.
+        RecordError: names everything that is wrong.
     """
     problems = [f"{key}: needs a text" for key in (*SAME_MACHINE, "date") if not isinstance(record.get(key), str)]
     tests, ceilings = record.get("tests", {}), record.get("ceilings", {})
@@ -226,7 +226,7 @@ def write(record: Mapping[str, Any], path: pathlib.Path) -> None:
 
 
 def read(path: pathlib.Path) -> Record:
-    """Reads and validates a record; raises RecordError where it is none."""
+    """Reads and validates a record; raises RecordError if it is invalid."""
     try:
         record = {"cases": [], **jsonl.read(path)}
     except ValueError as error:
@@ -248,12 +248,12 @@ def _is_count(value: Any) -> bool:
 
 
 def _rounded(value: float) -> float | None:
-    """Three significant digits; None for what JSON cannot hold."""
+    """Rounds to three significant digits; None for values that JSON cannot hold."""
     return float(f"{value:.3g}") if math.isfinite(value) else None
 
 
 def package_version(name: str) -> str:
-    """Version of an installed package."""
+    """Returns the version of an installed package."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -1,7 +1,7 @@
-"""What all cases have in common: check the first result, time all computations in turns, make the record's entry.
+"""The steps that all cases share: check the first result, time all computations in turns, make the record's entry.
 
-A case is a frozen dataclass with a name, a key and what it must reach. Its `work` makes inputs that together outgrow
-the L2 cache, makes the first call, and holds that to the float64 oracle on some rows. The timed graph must then write
+A case is a frozen dataclass with a name, a key and required figures. Its `work` makes inputs that together outgrow the
+L2 cache, makes the first call, and compares it with the float64 oracle on some rows. The timed graph must then write
 the bits of eager calls, in every input set.
 """
 
@@ -35,11 +35,11 @@ Maker = Callable[[], Sequence[Call]]
 class Work:
     """A case whose inputs are made and whose first result is checked.
 
-    check     of the results of the first call
+    check     check of the first call's results
     make      makes calls over the rotated input sets, which write to memory of their own and return what they write
-    first     results of the first call, which the check is of
+    first     results of the first call, which were checked
     results   names of what a call returns
-    limits    by result, the largest relative error where bits may differ: of sums whose terms come in any order
+    limits    by result, the largest relative error if bits may differ: of sums whose terms come in any order
     peers     makes the peers of the case
     variants  other computations that are timed in turn with this one, by the key of the record. A key with one unnamed
               choice has a number in the record, others have a number for each choice
@@ -56,21 +56,21 @@ class Work:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def graphs(self) -> Graphs:
-        """The calls, captured to be timed, with what they must write."""
+        """Returns the calls, captured for timing, with their expected results."""
         expected = Expected.of(self.results, self.make()[1:], checked=self.first, limits=self.limits)
         return prepare(self.make(), expected=expected)
 
     def variant(self, make: Maker) -> Graphs:
-        """The same of another computation, whose results are not checked otherwise."""
+        """Captures another computation, whose results are not checked otherwise."""
         return prepare(make(), expected=Expected.of(self.results, make(), limits=self.limits))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What all cases share.
+    """A benchmark case.
 
-    must       figures of the record that the case has to reach: the project's goals
-    peers      names of peers that run as well, see `bench.peers`
+    must       figures that the case has to reach: the project's goals
+    peers      names of peers that also run, see `bench.peers`
     sustained  whether times under load are taken too
     power      whether the power under load is measured with them
     host       whether to time the eager call too
@@ -88,34 +88,34 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As `--only` matches it: the operator, then sizes."""
+        """Name for `--only`: the operator, then sizes."""
         return records.case_name(self.key)
 
     @property
     def key(self) -> dict[str, Any]:
-        """What names the case in a record."""
+        """Returns the entries of a record that identify the case."""
         raise NotImplementedError
 
     def work(self, store: Any) -> Work:
-        """The case with its inputs; `store` has the caches that cases share."""
+        """Makes the case's inputs; `store` has the caches that cases share."""
         raise NotImplementedError
 
     def specs(self, num_sms: int) -> list[Any]:
-        """The kernels that the case runs on a card with so many SMs."""
+        """Returns the kernels that the case runs on a card with `num_sms` SMs."""
         raise NotImplementedError
 
     @property
     def bytes_moved(self) -> int:
-        """The fewest bytes that a call can move."""
+        """Returns cycles per token and CTA of each unit, for variants with 128 heads and the published estimate."""
         raise NotImplementedError
 
     @property
     def flops(self) -> int:
-        """Of the products; 0 where there are none."""
+        """FLOP of the products; 0 if there are none."""
         return 0
 
     def rates(self, timing: Timing, ceilings: Mapping[str, float]) -> dict[str, Any]:
-        """TFLOP/s, GB/s and the fraction of the card's ceiling for reads or copies."""
+        """Returns TFLOP/s, GB/s and the fraction of the card's ceiling for reads or copies."""
         gb_per_s = self.bytes_moved / timing.us / 1e3
         products = {"TFLOPs": round(self.flops / timing.us / 1e6, 1)} if self.flops else {}
         fraction = round(gb_per_s / ceilings[f"{self.ceiling}_GBps"], 3)
@@ -123,7 +123,7 @@ class Case:
 
 
 def measure(case: Case, store: Any, ceilings: Mapping[str, float]) -> Record:
-    """Checks, times and records one case."""
+    """Checks, times and records a case."""
     work = case.work(store)
     entry = records.record_case(case.key, work.check, functools.partial(_speeds, case, work, ceilings))
     return records.with_must(entry, case.must)
@@ -148,7 +148,7 @@ def _speeds(case: Case, work: Work, ceilings: Mapping[str, float]) -> Record:
 
 
 def selected(cases: Sequence[Case], quick: bool, only: str | None) -> list[Case]:
-    """All cases, or few, or those whose name matches."""
+    """Returns all cases, or only quick ones, or those whose name matches."""
     return [
         case for case in cases if (case.quick or not quick) and (only is None or re.search(only, case.name) is not None)
     ]
@@ -157,7 +157,7 @@ def selected(cases: Sequence[Case], quick: bool, only: str | None) -> list[Case]
 def run_all(
     cases: Sequence[tuple[Case, Any]], ceilings: Mapping[str, float], progress: Progress, seconds: float = math.inf
 ) -> list[Record]:
-    """The entry of each case, which comes with its store; see `run_each`."""
+    """Returns the entry of each case, which comes with its store; see `run_each`."""
     made = [(case, store, functools.partial(measure, case, store, ceilings)) for case, store in cases]
     return run_each(made, progress, seconds)
 
@@ -168,14 +168,14 @@ def run_each(
     seconds: float = math.inf,
     after: Callable[[list[Record]], object] = lambda _: None,
 ) -> list[Record]:
-    """The entries of cases, with the machine code that each ran; one that raises is recorded as failed.
+    """Returns the entries of cases, with the machine code that each ran; one that raises is recorded as failed.
 
     Args:
         cases: each with its store, which is cleared before the next one's fills, and with what makes its entry. The
             caches of MLA and GQA and what sinks need are more than 80 GB.
-        progress: shows how far it is.
-        seconds: after which no case is begun.
-        after: gets all entries after each case.
+        progress: shows how far the run is.
+        seconds: time after which no case is begun.
+        after: called with all entries after each case.
     """
     entries: list[Record] = []
     deadline = time.monotonic() + seconds
@@ -199,26 +199,26 @@ def run_each(
 
 
 def finite(check: Comparison, *results: torch.Tensor) -> Comparison:
-    """The check, failed where not every element of the results is finite."""
+    """Returns the check, failed if an element of the results is not finite."""
     if all(bool(result.isfinite().all()) for result in results):
         return check
     return dataclasses.replace(check, problems=(*check.problems, "not every element of the results is finite"))
 
 
 def spread_rows(batch: int, number: int) -> list[int]:
-    """Evenly spaced batch rows, the first and the last included."""
+    """Returns evenly spaced batch rows, the first and the last included."""
     return torch.linspace(0, batch - 1, min(number, batch)).long().tolist()
 
 
 def same_bits(name: str, got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> Comparison:
-    """A comparison of what an append has written with its reference."""
+    """Compares what an append has written with its reference."""
     parts = {key: (got[key] != expected[key]).float().mean().item() for key in expected}
     problems = tuple(f"{key}: {part:.2%} differs from the reference" for key, part in parts.items() if part)
     return Comparison(name, problems, rel_err=max(parts.values()), rel_err_baseline=0.0, worst=0.0, lse_err=0.0)
 
 
 def table(cases: Sequence[Mapping[str, Any]]) -> str:
-    """One line a case: what it was, its times and rates, whether that is enough, the peers' times over ours."""
+    """Formats one line per case: its name, times and rates, whether that is enough, the peers' times over ours."""
     header = ("case", "us", "alone", "loaded", "MHz", "TFLOP/s", "GB/s", "of ceiling", "must", "peer/ours", "loaded")
     return "\n".join(aligned([header, *map(_row, cases)]))
 

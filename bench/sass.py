@@ -1,4 +1,4 @@
-"""Prints what the compiler made of every spec that a module ships; needs no GPU.
+"""Prints the compiled code's properties of every spec that a module ships; needs no GPU.
 
 python -m bench.sass cute_kernels.mla.spec
 python -m bench.sass --digests > before.txt     a line for each shipped spec, to compare two checkouts
@@ -16,7 +16,7 @@ from tests.kit.sass import digest, report
 
 
 def main() -> int:
-    """Runs from the command line; 1 where a spec is not as it is expected to be."""
+    """Runs from the command line; 1 if a spec misses its expectations."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("module", nargs="?", help="a module with shipped_specs()")
     parser.add_argument("--digests", action="store_true", help="names of machine code alone")

@@ -1,10 +1,10 @@
 """The benchmarks of sink attention, forward and backward, over packed sequences, and of its routes for few queries.
 
-Cases of one length have 65,536 tokens in all. All are causal, in bfloat16, with sinks. Each is checked against float64
-on some rows, keys and heads before it is timed. Gradients that are sums over all queries, and dq of a backward that is
-not deterministic, whose terms come in any order, have a limit of their relative error instead. cuDNN's attention, which
-has no sinks, and FlashAttention 3 and 4 run over the same tensors. FLOP are those of pairs that are not masked: 4 d a
-pair and head forward, 10 d backward.
+Cases of one length have 65,536 tokens in total. All are causal, in bfloat16, with sinks. Each is checked against
+float64 on some rows, keys and heads before it is timed. Bits are not compared for gradients that are sums over all
+queries, nor for dq of a backward that is not deterministic, whose terms come in any order: they have a limit of their
+relative error. cuDNN's attention, which has no sinks, and FlashAttention 3 and 4 run over the same tensors. FLOP count
+pairs that are not masked: 4 d a pair and head forward, 10 d backward.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.kit.values import query
 
 TOKENS: Final = 65536
 SETS: Final = 2
-"""Of inputs, each far larger than the L2 cache."""
+"""Number of input sets, each far larger than the L2 cache."""
 BLOCK: Final = 64
 """Rows, or keys, that are checked together."""
 GRADIENTS_LIMIT: Final = 5e-3
@@ -45,23 +45,23 @@ OPS = torch.ops.cute_kernels
 
 
 class ProductCase(Case):
-    """A case that its products bound."""
+    """A case that is bound by its products."""
 
     op: ClassVar[str] = "sink_attention"
 
     def rates(self, timing: Timing, ceilings: Any) -> dict[str, Any]:
-        """Without the fraction of reads, which bounds none of these."""
+        """Returns rates without the fraction of reads, which bounds none of these cases."""
         found = super().rates(timing, ceilings)
         return {name: found[name] for name in ("TFLOPs", "GBps")}
 
 
 @dataclass(frozen=True)
 class SinkAttentionCase(ProductCase):
-    """One benchmark.
+    """A benchmark of sequences of one length.
 
     s              tokens of each sequence
     deterministic  gradients with the same bits in the same call
-    sink_cost      time it without sinks as well
+    sink_cost      whether to time it without sinks as well
     """
 
     s: int
@@ -75,12 +75,12 @@ class SinkAttentionCase(ProductCase):
 
     @property
     def batch(self) -> int:
-        """Sequences."""
+        """Number of sequences."""
         return TOKENS // self.s
 
     @property
     def key(self) -> dict[str, Any]:
-        """What names the case in a record."""
+        """The entries of a record that identify the case."""
         key: dict[str, Any] = {"op": self.op, "pass": "backward" if self.backward else "forward", "batch": self.batch}
         key |= {"h_q": self.h_q, "h_kv": self.h_kv, "d": self.d, "s_q": self.s, "s_k": self.s}
         key |= {} if self.window is None else {"window": self.window}
@@ -93,7 +93,7 @@ class SinkAttentionCase(ProductCase):
 
     @property
     def flops(self) -> int:
-        """The two products of the forward, or the five of the backward."""
+        """FLOP of the two products of the forward, or of the five of the backward."""
         return (10 if self.backward else 4) * self.d * self.h_q * self.pairs
 
     @property
@@ -104,16 +104,16 @@ class SinkAttentionCase(ProductCase):
         return (4 * queries + 4 * keys if self.backward else 2 * queries + 2 * keys) + lse
 
     def specs(self, num_sms: int) -> list[Any]:
-        """The kernels; of a backward, all that ship."""
+        """Returns the kernels; for a backward, all that ship."""
         if self.backward:
             return backward_spec.shipped_specs()
         shape = PrefillShape(self.h_q, self.h_kv, self.d, windows=(self.window,))
         return list(shape.specs([self.batch], [self.s], num_sms))
 
     def work(self, store: Any, family: str = "normal", rows_checked: int = 0) -> Work:
-        """The case on the device `store`."""
+        """Makes the case on the device `store`."""
         inputs = [self._input(seed, store, family) for seed in range(SETS)]
-        # a backward goes by the output and log-sum-exp of a forward
+        # a backward uses the output and log-sum-exp of a forward
         forwards = [_forward(one) for one in inputs] if self.backward else [(), ()]
         calls = [self._call(one, *forward) for one, forward in zip(inputs, forwards, strict=True)]
         results = calls[0]()
@@ -148,7 +148,7 @@ class SinkAttentionCase(ProductCase):
         return case
 
     def _call(self, case: SinkCase, *forward: Any) -> Call:
-        """The call to time: the public forward, or the backward operator that autograd calls."""
+        """Returns the call to time: the public forward, or the backward operator that autograd calls."""
         if not self.backward:
             return functools.partial(_forward, case)
         return functools.partial(_backward, case, self.deterministic, *forward)
@@ -158,7 +158,7 @@ class SinkAttentionCase(ProductCase):
         return [self._call(one, *(_forward(one) if self.backward else ())) for one in plain]
 
     def _error(self, got: torch.Tensor, case: SinkCase) -> float:
-        """Relative error of the last rows of a peer's out or dq."""
+        """Returns the relative error of the last rows of a peer's out or dq."""
         part = Part(case, 0, 0, self.s - BLOCK)
         expected = SinkExpectation.of(part.case)
         exact = expected.gradients[0] if self.backward else expected.out
@@ -182,7 +182,7 @@ def _backward(case: SinkCase, deterministic: bool, out: torch.Tensor, lse: torch
 class PackedSinkCase(ProductCase):
     """A forward and backward of packed sequences, as in training.
 
-    shortest, longest  between which lengths are drawn
+    shortest, longest  bounds of the random lengths
     """
 
     h_q: int
@@ -202,14 +202,14 @@ class PackedSinkCase(ProductCase):
 
     @property
     def key(self) -> dict[str, Any]:
-        """What names the case in a record."""
+        """The entries of a record that identify the case."""
         key: dict[str, Any] = {"op": self.op, "pass": "packed", "batch": self.batch, "tokens": sum(self.lengths)}
         key |= {"h_q": self.h_q, "h_kv": self.h_kv, "d": self.d}
         return key if self.window is None else {**key, "window": self.window}
 
     @property
     def flops(self) -> int:
-        """The two products of the forward and the five of the backward."""
+        """FLOP of the two products of the forward and the five of the backward."""
         return 14 * self.d * self.h_q * sum(_pairs(n, self.window) for n in self.lengths)
 
     @property
@@ -219,11 +219,11 @@ class PackedSinkCase(ProductCase):
         return 2 * self.d * tokens * (6 * self.h_q + 6 * self.h_kv) + 8 * tokens * self.h_q
 
     def specs(self, num_sms: int) -> list[Any]:
-        """The kernels, of backwards all that ship."""
+        """Returns the kernels; of backwards all that ship."""
         return [*sink_spec.shipped_specs(), *backward_spec.shipped_specs()]
 
     def work(self, store: Any) -> Work:
-        """The case on the device `store`."""
+        """Makes the case on the device `store`."""
         pairs = [(n, n) for n in self.lengths]
         options: dict[str, Any] = {"window": self.window, "packed": True, "padded": False, "device": store}
         inputs = [sink_case(pairs, self.h_q, self.h_kv, self.d, **options, seed=seed) for seed in range(SETS)]
@@ -254,7 +254,7 @@ class PackedSinkCase(ProductCase):
         return self.lengths.index(max(self.lengths))
 
     def _error(self, got: torch.Tensor, case: SinkCase) -> float:
-        """Relative error of the last rows of a peer's dq of the longest sequence."""
+        """Returns the relative error of the last rows of a peer's dq of the longest sequence."""
         one = _one_sequence(case, self._longest)
         part = Part(one, 0, 0, one.lengths[0][0] - BLOCK)
         own = part.queries(case.of_queries(got, self._longest)[None])
@@ -267,7 +267,7 @@ def _both(case: SinkCase) -> Any:
 
 
 def _one_sequence(case: SinkCase, number: int) -> SinkCase:
-    """A packed sequence as a batch of one."""
+    """Returns a packed sequence as a batch of one."""
     q, d_out = (case.of_queries(t, number)[None] for t in (case.q, case.d_out))
     k, v = (case.of_keys(t, number)[None] for t in (case.k, case.v))
     lengths = [case.lengths[number]]
@@ -277,7 +277,7 @@ def _one_sequence(case: SinkCase, number: int) -> SinkCase:
 
 
 def _pairs(s: int, window: int | None) -> int:
-    """Number of (query, key) pairs of a sequence that are not masked."""
+    """Returns the number of (query, key) pairs of a sequence that are not masked."""
     seen = min(s, window or s)
     return seen * (seen + 1) // 2 + (s - seen) * seen
 
@@ -292,10 +292,10 @@ def _checks(
 
     Args:
         case: sequences of one length.
-        forward: out and lse that a backward got; nothing for a forward.
+        forward: out and lse of a backward's forward; empty for a forward.
         results: out and lse, or dq, dk, dv and more.
-        sums: whether to compare dk and dv that are sums over all queries too. Their limit is that of N(0,1) numbers: of
-            others, terms may cancel.
+        sums: whether to compare dk and dv that are sums over all queries too. The limit holds for N(0,1) numbers: terms
+            of others may cancel.
     """
     checks, s = list[Comparison](), case.lengths[0][0]
     for sequence, head in dict.fromkeys([(0, 0), (len(case.lengths) - 1, case.k.shape[2] - 1)]):
@@ -319,7 +319,7 @@ def _checks(
 
 
 def _joined(name: str, checks: Sequence[Comparison], results: Sequence[torch.Tensor]) -> Comparison:
-    """All checks as one, which also asks that every element of the results is finite."""
+    """Joins all checks into one, which also requires that every element of the results is finite."""
     whole = Comparison(
         name,
         tuple(f"{check.name}: {problem}" for check in checks for problem in check.problems),
@@ -349,11 +349,11 @@ class Part:
         )
 
     def queries(self, t: torch.Tensor) -> torch.Tensor:
-        """The rows of these queries in a tensor that has a row for each query."""
+        """Returns the rows of these queries in a tensor that has a row for each query."""
         return t[self.sequence : self.sequence + 1, self.rows, self.group]
 
     def keys(self, t: torch.Tensor) -> torch.Tensor:
-        """The rows of these keys in a tensor that has a row for each key."""
+        """Returns the rows of these keys in a tensor that has a row for each key."""
         return t[self.sequence : self.sequence + 1, : self.end, self.head : self.head + 1]
 
 
@@ -411,7 +411,7 @@ class RoutingCase(Case):
 
     @property
     def key(self) -> dict[str, Any]:
-        """What names the case in a record."""
+        """The entries of a record that identify the case."""
         return {"op": self.op, "pass": "routing", **self.sizes, "s_k": self.s_k, "batch": self.batch}
 
     @property
@@ -421,22 +421,22 @@ class RoutingCase(Case):
 
     @property
     def bytes_moved(self) -> int:
-        """Queries and outputs, keys and values."""
+        """Bytes of queries and outputs, keys and values."""
         return 4 * self.batch * self.d * (self.s_q * self.h_q + self.s_k * self.h_kv)
 
     def specs(self, num_sms: int) -> list[Any]:
-        """The decoding kernel and the prefilling one."""
+        """Returns the decoding kernel and the prefilling one."""
         plain: dict[str, Any] = {"kv_dtype": "bfloat16", "scales": None, "layout": "BSNH", "append": False}
         decode = GqaShape(self.h_q, self.h_kv, self.d, **plain, max_tokens=self.s_k)
         prefill = PrefillShape(self.h_q, self.h_kv, self.d)
         return [spec for shape in (decode, prefill) for spec in shape.specs([self.batch], [self.s_q], num_sms)]
 
     def rates(self, timing: Timing, ceilings: Any) -> dict[str, Any]:
-        """None: these cases are about which route is the faster one."""
+        """Returns no rates: these cases only compare routes."""
         return {}
 
     def work(self, store: Any) -> Work:
-        """Both routes, each checked."""
+        """Makes both routes, each checked."""
         lengths = [(self.s_q, self.s_k)] * self.batch
         sets = sets_to_outgrow_l2(self.bytes_moved, most=32)
         sizes: dict[str, Any] = {"h_q": self.h_q, "h_kv": self.h_kv, "d": self.d, "padded": False, "device": store}

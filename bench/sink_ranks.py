@@ -26,12 +26,12 @@ CASES: Final[list[tuple[tuple[int, int, int], dict[str, Any]]]] = [
     ((64, 8, 64), {"comm": "a2a"}),
     ((64, 8, 64), {"comm": "a2a", "window": 128}),
 ]
-"""Query heads, KV heads and head dimension; options of the call."""
+"""(query heads, KV heads, head dimension), and options of the call."""
 REPEATS: Final = 3
 
 
 def timed(call: Callable[[], Any]) -> float:
-    """Milliseconds of a call, the slowest rank's."""
+    """Returns the milliseconds of a call on the slowest rank."""
     call()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     dist.barrier()
@@ -46,7 +46,7 @@ def timed(call: Callable[[], Any]) -> float:
 
 
 def both(attend: Callable[..., torch.Tensor], tokens: int, heads: tuple[int, int, int]) -> tuple[float, float]:
-    """Milliseconds of a forward, and of a forward and backward, over so many tokens of N(0, 1) numbers."""
+    """Returns milliseconds of a forward, and of a forward and backward, over `tokens` tokens of N(0, 1) numbers."""
     h_q, h_kv, d = heads
     q, k, v, dout = (torch.randn(1, tokens, h, d, device="cuda").bfloat16() for h in (h_q, h_kv, h_kv, h_q))
     leaves = [t.requires_grad_() for t in (q, k, v, torch.zeros(h_q, dtype=torch.float32, device="cuda"))]

@@ -1,6 +1,6 @@
 """A plain reader: bytes stream by bulk copies of the TMA into shared memory, and every word is added up.
 
-What it reads in a second is one of the ceilings that reads of a kernel are held against.
+Its speed is one of the ceilings that reads of a kernel are compared with.
 """
 
 import cuda.bindings.driver as cuda
@@ -25,11 +25,11 @@ class _Shared:
 
 
 class StreamKernel:
-    """Warps 0 to 3 add up what warp 4 copies; neighbouring CTAs read neighbouring tiles.
+    """Warps 0 to 3 add up the words that warp 4 copies; neighbouring CTAs read neighbouring tiles.
 
     Barriers, per stage
-      full   1 arrival of the copying warp, which names the bytes that complete it
-      empty  128 arrivals of those who add
+      full   1 arrival of the copying warp, which announces the bytes that complete it
+      empty  128 arrivals of the threads that add
     """
 
     def __init__(self, spec: StreamSpec):
@@ -38,7 +38,7 @@ class StreamKernel:
             raise ValueError("; ".join(reasons))
 
     def fake_arguments(self) -> tuple:
-        """Tiles of words; the sum of each thread that adds."""
+        """Returns fake arguments: tiles of words, and the sum of each thread that adds."""
         tiles = make_fake_tensor(Int32, (cute.sym_int(), STREAM_WORDS), (STREAM_WORDS, 1), assumed_align=128)
         sums = make_fake_tensor(Int32, (cute.sym_int(), CONSUMERS), (CONSUMERS, 1), assumed_align=16)
         return tiles, sums, make_fake_stream(use_tvm_ffi_env_stream=True)

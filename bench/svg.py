@@ -1,4 +1,4 @@
-"""Plots as SVG files that are the same bytes whenever they show the same."""
+"""Writes plots as SVG files whose bytes depend only on what they show."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 def write(plots: Mapping[str, Callable[[Any], Any]], folder: pathlib.Path) -> list[str]:
-    """Write the plots there is something for, and return their names: none where matplotlib is missing.
+    """Writes the plots that exist, and returns their names: none if matplotlib is missing.
 
     Args:
-        plots: by file name, what makes a figure with `matplotlib.pyplot`, or None.
-        folder: where the files go.
+        plots: by file name, a function that makes a figure with `matplotlib.pyplot`, or None.
+        folder: target folder of the files.
     """
     try:
         import matplotlib
@@ -23,7 +23,7 @@ def write(plots: Mapping[str, Callable[[Any], Any]], folder: pathlib.Path) -> li
 
     drawn = []
     for name, plot in plots.items():
-        # no random ids and no date; text as text: as outlines it would be most of the file
+        # no random ids and no date; text as text, because outlines would be most of the file
         with matplotlib.rc_context({"svg.hashsalt": "cute_kernels", "svg.fonttype": "none"}):
             figure = plot(plt)
             if figure is None:

@@ -1,4 +1,4 @@
-"""One CTA of the MLA decode kernel by warp role, from the timestamps that `MlaDecodeSpec.trace` makes it leave.
+"""A timeline of one CTA of the MLA decode kernel by warp role, from the timestamps of `MlaDecodeSpec.trace`.
 
 They are an int64 tensor (ctas, roles + 1, STEPS, 2) of clocks before [0] and after [1] each step of a role; 0 stands
 where it had none. Row `roles` has (globaltimer, clock64) at the start [0] and at the end [1] of the CTA, which turn
@@ -25,7 +25,7 @@ SPEC: Final = MlaDecodeSpec(sparse=True, trace=True)
 CASE: Final = mla.MlaCase("sparse", 64, 128, 1, 1024)
 """A wave of 128 CTAs, each with 16 key tiles."""
 STEPS: Final = 64
-"""Of a role, as `cute_kernels.device.trace` has it, which imports the DSL."""
+"""Steps of a role; a copy of the number in `cute_kernels.device.trace`, which imports the DSL."""
 COLOURS: Final = {"wait": "#e2e8f0", "load": "#3465a4", "softmax": "#c05621", "QK": "#73a35f", "store S": "#f2c6a0",
                   "PV": "#8e6bb0"}  # fmt: skip
 
@@ -41,7 +41,7 @@ class Step:
 
 
 def steps(times: Sequence[Any]) -> list[Step]:
-    """The steps of one CTA in order of their start; of nested lists (`tensor.tolist()`).
+    """Returns the steps of one CTA in order of their start, from nested lists (`tensor.tolist()`).
 
     Raises:
         ValueError: the anchors are missing, or a step ends before it starts.
@@ -63,7 +63,7 @@ def steps(times: Sequence[Any]) -> list[Step]:
 
 
 def busy(found: Sequence[Step]) -> list[str]:
-    """A line a role: nanoseconds of each kind of step."""
+    """Returns a line per role: nanoseconds of each kind of step."""
     lines = []
     for role, events in zip(ROLES, EVENTS, strict=True):
         ns = [sum(s.end_ns - s.start_ns for s in found if (s.role, s.event) == (role, event)) for event in events]
@@ -72,10 +72,10 @@ def busy(found: Sequence[Step]) -> list[str]:
 
 
 def measure(device: str = "cuda") -> list[Step]:
-    """Runs the traced kernel, and gives the steps of its first CTA.
+    """Runs the traced kernel, and returns the steps of its first CTA.
 
     Raises:
-        ValueError: its results are not those of the kernel that ships, or its timestamps cannot be.
+        ValueError: its results differ from the shipped kernel's, or its timestamps are impossible.
     """
     (case, *_) = CASE.inputs(mla.Caches(device))
     assert case.indices is not None
@@ -99,7 +99,7 @@ def measure(device: str = "cuda") -> list[Step]:
     names = parameters(SPEC.kernel)
     arguments |= {name: None for name in names if "extra" in name.lower()}  # there is no second cache
     kernel = get_kernel(SPEC)
-    for _ in range(3):  # the first finds nothing in the caches
+    for _ in range(3):  # the first launch finds nothing in the caches
         kernel(*(arguments[name] for name in names))
     torch.cuda.synchronize()
     if not all(torch.equal(got, want) for got, want in zip((out, lse), expected, strict=True)):
@@ -108,7 +108,7 @@ def measure(device: str = "cuda") -> list[Step]:
 
 
 def draw(found: Sequence[Step], folder: pathlib.Path, card: str) -> list[str]:
-    """Writes trace.svg, a row for each role; returns the names of what was written: none without matplotlib."""
+    """Writes trace.svg, a row for each role; returns the names of written files: none without matplotlib."""
 
     def plot(plt: Any) -> Any:
         figure, axis = plt.subplots(figsize=(12, 3.6))

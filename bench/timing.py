@@ -1,4 +1,4 @@
-"""What timers share: capture of CUDA graphs, comparison of what they write with eager calls, host time of a call.
+"""Helpers of timers: capture of CUDA graphs, comparison of their results with eager calls, host time of a call.
 
 The results of a timed graph are compared with those that eager calls of the same inputs wrote to other memory. Times of
 graphs are taken in `bench.in_layer`.
@@ -18,7 +18,7 @@ import torch
 from tests.kit.compare import bits, relative_error
 
 Call = Callable[[], Any]
-"""Returns one tensor, several, or None. The results are kept as long as a graph of the call."""
+"""A function that returns one tensor, several, or None. The results are kept as long as a graph of the call."""
 
 HOST_ROUNDS, HOST_CALLS = 9, 100
 """More than about 1000 launches in flight would fill the launch queue, and the host would wait for the GPU."""
@@ -32,8 +32,8 @@ class WrongReplay(Exception):
 class Expected:
     """The bits that the calls of a graph must write.
 
-    names    of the tensors that a call returns
-    results  of each call, made eagerly, in memory that the graph does not use
+    names    names of the tensors that a call returns
+    results  results of each call, made eagerly, in memory that the graph does not use
     limits   by name, the largest relative error of tensors whose bits are not compared: sums whose terms come in any
              order
     """
@@ -54,17 +54,17 @@ class Expected:
         """Makes the calls.
 
         Args:
-            names: of the tensors that each call returns.
+            names: names of the tensors that each call returns.
             eager: the calls of the graph in its order, without the first one if its results are `checked`; each
                 allocates its results.
-            checked: results of the first call, which the oracle has passed. A copy is kept.
+            checked: results of the first call, which the oracle has accepted. A copy is kept.
             limits: see the class.
         """
         first = [tuple(t.clone() for t in checked)] if checked else []
         return cls(tuple(names), (*first, *(_tensors(call()) for call in eager)), limits or {})
 
     def problems(self, results: Sequence[Any]) -> list[str]:
-        """In words, each tensor of each call that differs from its expected result."""
+        """Describes each tensor of each call that differs from its expected result."""
         if len(results) != len(self.results):
             return [f"{len(results)} calls, {len(self.results)} expected results"]
         found = []
@@ -103,13 +103,13 @@ def _tensors(results: Any) -> tuple[torch.Tensor, ...]:
 
 
 def sets_to_outgrow_l2(bytes_per_call: int, *, most: int = 64) -> int:
-    """How many input sets of that size exceed twice the L2 cache; at least 2, at most `most`."""
+    """Returns how many input sets of that size exceed twice the L2 cache; at least 2, at most `most`."""
     l2_bytes = torch.cuda.get_device_properties("cuda").L2_cache_size
     return max(2, min(most, -(-2 * l2_bytes // max(1, bytes_per_call))))
 
 
 def capture_stream() -> torch.cuda.Stream:
-    """The stream that all graphs of the current device are captured on.
+    """Returns the stream that all graphs of the current device are captured on.
 
     Autograd runs a backward on the stream of its forward, so a backward can be captured if its forward ran here.
     """
@@ -132,7 +132,7 @@ def warm(calls: Sequence[Call]) -> None:
 
 
 def capture(calls: Sequence[Call], *, warmed: bool = False) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
-    """One graph that makes every call once, in order, and what the captured calls returned.
+    """Captures one graph that makes every call once, in order; also returns the captured calls' results.
 
     While the results are kept, no two calls of the graph share memory for results. `warmed`: `warm` has made the calls.
     """
@@ -153,7 +153,7 @@ def require_expected(replay: Call, results: Sequence[Any], expected: Expected) -
     The first finds back-to-back calls that overwrite each other, the second results that a replay does not write.
 
     Raises:
-        WrongReplay: naming each difference.
+        WrongReplay: names each difference.
     """
     torch.cuda.synchronize()
     found = [f"after the timed replays: {problem}" for problem in expected.problems(results)]
@@ -168,14 +168,14 @@ def require_expected(replay: Call, results: Sequence[Any], expected: Expected) -
 
 
 def percentiles(samples: Sequence[float]) -> tuple[float, float, float]:
-    """Median, 10th and 90th percentile (nearest rank)."""
+    """Returns median, 10th and 90th percentile (nearest rank)."""
     ordered = sorted(samples)
     last = len(ordered) - 1
     return statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)]
 
 
 def host_times(call: Call) -> dict[str, float]:
-    """Of a case's record: `host_us`, host microseconds of one eager call with a cached plan, and `host_mul_us`.
+    """Returns `host_us`, host microseconds of one eager call with a cached plan, and `host_mul_us`, for a record.
 
     The latter are those of `mul_` of one number, the shortest call of torch that launches a kernel, in turns with the
     call: hosts differ by a factor of two, the ratio does not.
@@ -186,7 +186,7 @@ def host_times(call: Call) -> dict[str, float]:
 
 
 def host_medians(*calls: Call) -> list[float]:
-    """Host microseconds of one eager call, of each of `calls` in turns: the median of 9 rounds of 100.
+    """Returns host microseconds of one eager call, for each of `calls` in turns: the median of 9 rounds of 100.
 
     The queue is empty before each round. Rounds of 400 calls of 250 us each filled it, and the host waited for the GPU.
     """
@@ -206,7 +206,7 @@ def host_medians(*calls: Call) -> list[float]:
 
 
 def event_seconds(call: Call) -> float:
-    """Seconds of one call on the GPU."""
+    """Returns the seconds of one call on the GPU."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     call()
@@ -216,7 +216,7 @@ def event_seconds(call: Call) -> float:
 
 
 def time_eager(call: Call, repeats: int) -> float:
-    """Seconds of one call of a millisecond or more: the median, after two warm-up calls."""
+    """Returns the seconds of one call of a millisecond or more: the median, after two warm-up calls."""
     call()
     call()
     return statistics.median(event_seconds(call) for _ in range(repeats))

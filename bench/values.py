@@ -1,4 +1,4 @@
-"""Time over families of values: what a cache and queries hold must not decide how long a call takes.
+"""Times over families of values: the numbers in a cache and in queries must not decide how long a call takes.
 
     python -m bench.values --only 'sparse 128x128x2' --seconds 300 --out build/values.jsonl
 
@@ -30,7 +30,7 @@ from tests.kit.values import FAMILIES, SLOW
 NORMAL: Final = "normal"
 ROWS_CHECKED: Final = 2
 PEER_FAMILIES: Final = 2
-"""So many of the families that take longest are timed with the peer too."""
+"""Number of the slowest families that are timed with the peer too."""
 SECONDS: Final = 420.0
 MUST: Final = {"worst_ratio": FAMILIES[NORMAL].limit}
 MLA_MUST: Final = {**MUST, "slow_ratio": FAMILIES[SLOW].limit}
@@ -38,7 +38,7 @@ PEER_MUST: Final = {
     mla.MlaCase("sparse", 64, 128).name: {"worst_ratio_peer": 1.25},
     mla.MlaCase("sparse", 128, 128, 2).name: {"worst_ratio_peer": 1.25},
 }
-"""The two sparse cases whose families FlashMLA is held against."""
+"""The two sparse cases whose families are compared with FlashMLA."""
 KINDS_OF_CACHE: Final = (
     ("int8", "per_token_head"),
     ("int8", "per_tensor"),
@@ -49,7 +49,7 @@ KINDS_OF_CACHE: Final = (
     ("bf16", "none"),
 )
 SINKS_TOGETHER: Final = 5
-"""Families of sink attention in turns: inputs and results of one take up to 9 GB."""
+"""Families of sink attention that take turns: inputs and results of one take up to 9 GB."""
 
 
 class Subject(NamedTuple):
@@ -68,7 +68,7 @@ class Subject(NamedTuple):
 
 
 def subjects(quick: bool = False, only: str | None = None) -> list[Subject]:
-    """All cases, or few, or those whose name matches."""
+    """Returns all cases, or only quick ones, or those whose name matches."""
     caches, pool = mla.Caches(), gqa.Pool()
     of_gqa = [gqa.GqaDecodeCase(16, 4096, scales, kv_dtype=kv_dtype) for kv_dtype, scales in KINDS_OF_CACHE]
     of_sink = [sink.SinkAttentionCase(4096, 64, 8, 64, backward=backward) for backward in (False, True)]
@@ -81,7 +81,7 @@ def subjects(quick: bool = False, only: str | None = None) -> list[Subject]:
 
 
 def run(subject: Subject) -> Record:
-    """The entry of a case: microseconds of each family, the worst of them, and the peer's times.
+    """Makes the entry of a case: microseconds of each family, the worst of them, and the peer's times.
 
     values        {family: us}
     worst_family  the one that takes longest, of those without a limit of their own; worst_us its time, worst_ratio that
@@ -122,7 +122,7 @@ def run(subject: Subject) -> Record:
 
 
 def _timed(subject: Subject, families: Sequence[str], wrong: dict[str, str]) -> dict[str, float]:
-    """Microseconds of each family whose check passes; the others come into `wrong`."""
+    """Returns microseconds of each family whose check passes; the others are added to `wrong`."""
     graphs = {}
     for family in families:
         work = subject.case.work(subject.store, family, ROWS_CHECKED)
@@ -136,7 +136,7 @@ def _timed(subject: Subject, families: Sequence[str], wrong: dict[str, str]) -> 
 
 
 def _beside_peers(subject: Subject, families: Sequence[str]) -> Record:
-    """Of each family the peer's microseconds and their ratio to ours, all in turns; or why there is none."""
+    """Returns for each family the peer's microseconds and their ratio to ours, all in turns; or why there is none."""
     graphs, found = {}, {}
     for family in families if subject.case.peers else ():
         work = subject.case.work(subject.store, family, ROWS_CHECKED)
@@ -171,13 +171,13 @@ def run_all(
     progress: Progress,
     after: Callable[[list[Record]], object] = lambda _: None,
 ) -> list[Record]:
-    """The entries of cases; see `bench.run.run_each`."""
+    """Returns the entries of cases; see `bench.run.run_each`."""
     made = [(subject.case, subject.store, functools.partial(run, subject)) for subject in chosen]
     return run_each(made, progress, seconds, after)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs and shows the cases; 1 where one is wrong or misses what it must reach."""
+    """Runs and shows the cases; 1 if one is wrong or misses a required figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="REGEX", help="cases whose name matches")
     parser.add_argument("--quick", action="store_true", help="few cases")

@@ -1,8 +1,8 @@
-"""Which keys the indexer of DeepSeek-V3.2 or GLM-5 chose in an eager engine of vLLM, kept and given to another engine.
+"""Records the keys that the indexer of DeepSeek-V3.2 or GLM-5 chose in an eager engine of vLLM, for another engine.
 
-Two engines whose attention differs in rounding have slightly different index scores in later layers. Where two keys
-near the end of the top-k have almost the same score, they choose different keys, and a token may differ for that alone.
-An engine that is given the choices of the other has no such excuse.
+Two engines whose attention differs in rounding have slightly different index scores in later layers. If two keys near
+the end of the top-k have almost the same score, they choose different keys, and a token may differ for that reason
+alone. An engine that uses the other's choices has no such excuse.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from typing import Any, Final
 MODULES: Final = ("Indexer", "DeepseekV32Indexer")
 """Classes of vLLM's modules that fill a layer's `topk_indices_buffer`, rows of positions in a request, -1 behind them.
 
-The first one of 0.26, whose modules are called. In 0.33 the attention of `CALLER` calls `CHOOSES` in their place.
+0.26 uses the first one, whose modules are called. In 0.33 the attention of `CALLER` calls `CHOOSES` instead.
 """
 CALLER: Final = "vllm.models.deepseek_v32.attention"
 CHOOSES: Final = "sparse_attn_indexer"
 NAMED_BY: Final = 64
-"""The first tokens of a prompt, which tell requests apart."""
+"""Number of first tokens of a prompt, which identify requests."""
 
 Request = tuple[int, ...]
 Steps = Callable[[], Iterable[tuple[Request, int, int, int]]]
-"""Of each request of a step: its name, the position of its first token, and its first and last row of the buffer."""
+"""For each request of a step: its name, the position of its first token, and its first and last row of the buffer."""
 Chosen = dict[tuple[str, int, Request], Any]
 """By layer, position and request: the positions of the keys, ascending int32."""
 
 
 def keep(worker: Any, beyond: int) -> None:
-    """From now on a worker keeps the last choices of all tokens at positions from `beyond` on, until they are settled.
+    """Makes a worker keep the last choices of all tokens at positions from `beyond` on, until they are settled.
 
-    A request that is led goes on behind a token that the engine did not say, and the engine computes some tokens again,
-    in a prompt: their scores differ in rounding from those that the engine's own token came from. They see the keys of
-    the first time again, as they do in an engine that is given them.
+    A request that is led continues after a token that the engine did not say, and the engine computes some tokens
+    again, in a prompt: their scores differ in rounding from those that the engine's own token came from. They see the
+    keys of the first time again, as they do in an engine that is given the choices.
     """
     found: Chosen = {}
     worker.chosen, worker.settled = found, {}
@@ -51,13 +51,13 @@ def keep(worker: Any, beyond: int) -> None:
 
 
 def settle(worker: Any, prompt: list[int], last: int) -> None:
-    """The choices of a request up to position `last` stay what they are."""
+    """Settles the choices of a request up to position `last`: they do not change any more."""
     request = tuple(prompt[:NAMED_BY])
     worker.settled[request] = max(last, worker.settled.get(request, -1))
 
 
 def take(worker: Any, file: str, beyond: int) -> None:
-    """From now on all tokens at positions from `beyond` on see the keys that are chosen in a file of `write`."""
+    """Makes all tokens at positions from `beyond` on see the keys that a file of `write` contains."""
     given: Chosen = pickle.loads(pathlib.Path(file).read_bytes())
     worker.taken = 0
 
@@ -70,19 +70,19 @@ def take(worker: Any, file: str, beyond: int) -> None:
 
 
 def write(worker: Any, file: str) -> int:
-    """Writes what `keep` has kept; how many choices."""
+    """Writes the choices of `keep`; returns their number."""
     pathlib.Path(file).write_bytes(pickle.dumps(worker.chosen))
     return len(worker.chosen)
 
 
 def taken(worker: Any) -> int:
-    """How many choices of the file were taken."""
+    """Returns how many choices of the file were used."""
     count: int = worker.taken
     return count
 
 
 def _hook(worker: Any, hook: Callable[[Any, Steps], None]) -> None:
-    """Lets `hook` be called after each choice of each layer, with the module and the step."""
+    """Calls `hook` after each choice of each layer, with the module and the step."""
     runner = worker.model_runner
     modules = [m for m in runner.get_model().modules() if type(m).__name__ in MODULES]
     if not modules:
@@ -111,7 +111,7 @@ def _steps_of_first_runner(runner: Any) -> Iterable[tuple[Request, int, int, int
 
 
 def _steps_of_second_runner(runner: Any) -> Steps:
-    """From now on what the runner hands from method to method is looked at."""
+    """Reads steps from the arguments that a runner passes between its methods, from now on."""
     add, prepare = runner.add_requests, runner.prepare_inputs
     requests, batches = dict[str, Request](), list[Any]()
 
@@ -135,7 +135,7 @@ def _steps_of_second_runner(runner: Any) -> Steps:
 
 
 def _rows(steps: Steps, module: Any, beyond: int) -> list[tuple[tuple[str, int, Request], Any]]:
-    """The key of `Chosen` and the row of the buffer of each token of a step at a position from `beyond` on."""
+    """Returns the key of `Chosen` and the row of the buffer of each token of a step at a position from `beyond` on."""
     found = []
     for request, first, begin, end in steps():
         for j in range(max(0, beyond - first), end - begin):

@@ -1,4 +1,4 @@
-"""What scripts/vllm_check.py does with vLLM's engine on a GPU, each in a process of its own: see vllm_pool.py.
+"""The jobs of scripts/vllm_check.py in vLLM's engine on a GPU, each in a process of its own: see vllm_pool.py.
 
 An engine is asked for the tokens of rounds of prompts, for its time per token over batches and contexts, or for the
 time to the first token of prompts.
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from bench.vllm_pool import Messages
 
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: its caches are filled from here
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process, which fills its caches
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # where FlashInfer is not installed its probe ends the engine
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # without FlashInfer its probe ends the engine
     "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_DEEP_GEMM_WARMUP": "skip",  # its kernels compile when they are called
+    "VLLM_DEEP_GEMM_WARMUP": "skip",  # kernels compile when they are called
     "TOKENIZERS_PARALLELISM": "false",
     "TQDM_DISABLE": "1",
     "OMP_NUM_THREADS": "1",  # several engines share the cores
@@ -31,11 +31,11 @@ ENVIRONMENT = {
 SUMMED = "hc_attn_fn_broadcast"
 """An attribute of a layer of DeepSeek-V4, a sum of its weights."""
 FIRST, SPANS, SPAN = 8, 3, 20
-"""Steps that go by before time is taken, and spans of so many steps, whose median counts."""
+"""Steps that pass before time is taken, and the number and length of timed spans, whose median counts."""
 STEPS = FIRST + SPANS * SPAN + 2
 PROFILED = 12
 PROMPT_RUNS = 3
-"""Of a prompt, after one that is not timed; the median counts."""
+"""Timed runs of a prompt, after one that is not timed; the median counts."""
 
 ATTENTION = (
     *("gqadecode", "mergekernel", "flash", "fmha", "combine"),
@@ -45,17 +45,17 @@ NOT_ATTENTION = ("reshape_and_cache", "append")
 
 
 def set_environment() -> None:
-    """Before vLLM is imported."""
+    """Sets the environment before vLLM is imported."""
     os.environ.update(ENVIRONMENT)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 
 
 def prepare(plugin: bool = True, untested: bool = False) -> None:
-    """Registers our backends, as the plugin does, and leaves out what takes time or packages that nobody needs.
+    """Registers our backends, as the plugin does, and disables slow or unneeded parts of vLLM.
 
     Args:
         plugin: False leaves vLLM as it is: an installed plugin stays off as well.
-        untested: as `register` has it.
+        untested: as in `register`.
     """
     from vllm.model_executor.models import registry
     from vllm.model_executor.warmup import kernel_warmup
@@ -76,12 +76,12 @@ def prepare(plugin: bool = True, untested: bool = False) -> None:
         setattr(other, name, lambda worker: None)
         sys.modules[other.__name__] = other
     finish_dummy_weights()
-    # looks at a model's class in another interpreter, which imports vLLM again
+    # inspects a model's class in another interpreter, which imports vLLM again
     registry._run_in_subprocess = lambda function: function()
 
 
 def finish_dummy_weights() -> None:
-    """Lets dummy weights become what the end of loading makes of others; without it DeepSeek-V4 does not start."""
+    """Processes dummy weights like loaded ones; otherwise DeepSeek-V4 does not start."""
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     load = DummyModelLoader.load_weights
@@ -94,9 +94,9 @@ def finish_dummy_weights() -> None:
 
 
 def finish_weights(model: Any) -> None:
-    """What DeepSeek-V4's class does after it has read its weights; nothing for other models.
+    """Does what DeepSeek-V4's class does after it has read its weights; nothing for other models.
 
-    It makes a new tensor of some weights each time; graphs go on to read the one that they have been captured with.
+    It makes a new tensor of some weights each time, while captured graphs still read the old one.
     """
     inner = getattr(model, "model", None)
     layers = [layer for layer in getattr(inner, "layers", ()) if getattr(layer, SUMMED, None) is not None]
@@ -108,7 +108,7 @@ def finish_weights(model: Any) -> None:
 
 
 def engine(options: dict[str, Any]) -> Any:
-    """An engine without a tokenizer. The memory of its cache is given, so several of them share a card."""
+    """Makes an engine without a tokenizer. The memory of its cache is given, so several engines share a card."""
     from vllm import LLM
 
     given = {
@@ -119,20 +119,20 @@ def engine(options: dict[str, Any]) -> Any:
 
 
 def sampling(tokens: int, logprobs: int | None = None) -> Any:
-    """Greedy, to the last token; `logprobs` of that many tokens."""
+    """Returns greedy sampling, to the last token; `logprobs` of that many tokens."""
     from vllm import SamplingParams
 
     return SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, logprobs=logprobs)
 
 
 def generate(llm: Any, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-    """Greedy tokens of each prompt."""
+    """Returns greedy tokens of each prompt."""
     requests = [{"prompt_token_ids": prompt} for prompt in prompts]
     return [list(o.outputs[0].token_ids) for o in llm.generate(requests, sampling(tokens), use_tqdm=False)]
 
 
 def about(llm: Any) -> dict[str, Any]:
-    """What vLLM chose."""
+    """Returns the choices that vLLM made."""
     config = llm.llm_engine.vllm_config
     return {
         "runner": 2 if config.use_v2_model_runner else 1,
@@ -154,14 +154,14 @@ def serve(options: dict[str, Any], messages: Messages) -> None:
 
 
 def keep_filled() -> None:
-    """VLLM's connector for decode benchmarks counts prompts as computed; it leaves the caches as they are."""
+    """Makes vLLM's connector for decode benchmarks count prompts as computed; it leaves the caches as they are."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import decode_bench_connector as bench
 
     bench.DecodeBenchConnectorWorker._fill_block_tensor = lambda self, kv_cache, block_ids: None
 
 
 def fill(worker: Any) -> int:
-    """Random numbers in every cache of a worker, and their bytes: zeros would draw less power, and run faster."""
+    """Fills a worker's caches with random numbers, returns their bytes: zeros would draw less power, and run faster."""
     import torch
 
     total = 0
@@ -175,14 +175,14 @@ def fill(worker: Any) -> int:
 
 
 def fill_cache(cache: Any, impl: Any) -> None:
-    """Random numbers in a layer's cache; of INT8 scales of 0.01, where the layer's backend has them."""
+    """Fills a layer's cache with random numbers, and INT8 scales with 0.01 if the layer's backend has them."""
     import torch
 
     if cache.dtype in (torch.bfloat16, torch.float16):
         cache.normal_()
     elif cache.dtype is torch.int8:
         cache.random_(-127, 128)
-        with torch.inference_mode():  # in which the worker has made them
+        with torch.inference_mode():  # the worker made them in this mode
             for scale in _scales(cache, impl):
                 scale.fill_(0.01)
     else:  # FP8: no NaN
@@ -201,13 +201,13 @@ def measure(options: dict[str, Any], messages: Messages) -> None:
     """Sends "case" for each context and batch: milliseconds per token on the clock, and those of kernels.
 
     Prompts are not computed: requests begin with all but one of their tokens in the cache, in pages of their own that
-    hold random numbers. What is timed are steps of vLLM's scheduler, runner and sampler as they serve.
+    hold random numbers. The timed steps are those of vLLM's scheduler, runner and sampler as they serve.
     """
     prepare()
     keep_filled()
     transfer = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}
     llm = engine({**options["engine"], "kv_transfer_config": transfer})
-    llm.llm_engine.engine_core.engine_core.request_block_hasher = None  # seconds for prompts this long, for no use
+    llm.llm_engine.engine_core.engine_core.request_block_hasher = None  # it takes seconds for long prompts, without use
     filled = llm.collective_rpc(fill)
     messages.send("engine", {**about(llm), "filled_bytes": filled})
     marks = mark_steps(llm)
@@ -222,7 +222,7 @@ def measure(options: dict[str, Any], messages: Messages) -> None:
 def timed(
     llm: Any, marks: list[float], context: int, batch: int, group: Callable[[list[tuple[str, float]]], Any]
 ) -> dict[str, Any]:
-    """Milliseconds per token of so many requests over so many tokens each, and what `group` makes of their kernels."""
+    """Measures milliseconds per token of `batch` requests over `context` tokens each; `group` sums up their kernels."""
     prompts = [[(7 * i + j) % 29 + 3 for j in range(context)] for i in range(batch)]
     marks.clear()
     gc.collect()
@@ -257,14 +257,14 @@ def first_tokens(options: dict[str, Any], messages: Messages) -> None:
 
 
 def per_token(marks: list[float]) -> dict[str, Any]:
-    """Milliseconds of a step, from the times at which steps ended."""
+    """Returns the milliseconds of a step, from the times at which steps ended."""
     ends = marks[FIRST::SPAN][: SPANS + 1]
     spans = [(end - begin) / SPAN * 1e3 for begin, end in zip(ends, ends[1:], strict=False)]
     return {"ms": sorted(spans)[len(spans) // 2], "ms_all": spans, "steps": len(marks)}
 
 
 def mark_steps(llm: Any) -> list[float]:
-    """A list that gets the time of each step that has brought a token to each request."""
+    """Returns a list that gets the time of each step that has brought a token to each request."""
     import time
 
     marks: list[float] = []
@@ -282,7 +282,7 @@ def mark_steps(llm: Any) -> list[float]:
 
 
 def kernel_times(run: Callable[[], Any], group: Callable[[list[tuple[str, float]]], Any]) -> dict[str, Any]:
-    """What `group` makes of the kernels of `PROFILED` tokens, names and microseconds; or why there is none."""
+    """Returns `group` of the kernels of `PROFILED` tokens, names and microseconds; or why there is none."""
     from torch.profiler import ProfilerActivity, profile
 
     try:
@@ -296,7 +296,7 @@ def kernel_times(run: Callable[[], Any], group: Callable[[list[tuple[str, float]
 
 
 def shares(events: list[tuple[str, float]]) -> dict[str, Any]:
-    """Milliseconds of a step from microseconds of `PROFILED` steps, those of attention apart."""
+    """Converts microseconds of `PROFILED` steps to milliseconds of a step, attention separately."""
     found = shares_of(events, {"attention": ATTENTION}, NOT_ATTENTION)
     return {**found, "attention_ms": found["shares_ms"]["attention"]}
 
@@ -304,12 +304,12 @@ def shares(events: list[tuple[str, float]]) -> dict[str, Any]:
 def shares_of(
     events: list[tuple[str, float]], kinds: Mapping[str, Sequence[str]], hidden: Sequence[str]
 ) -> dict[str, Any]:
-    """Milliseconds of a step from microseconds of `PROFILED` steps, and of each kind of kernels.
+    """Converts microseconds of `PROFILED` steps to milliseconds of a step, in total and for each kind of kernels.
 
     Args:
         events: names and microseconds.
         kinds: by kind, words of which a kernel's name has one; the first kind that fits counts, else "rest".
-        hidden: words of kernels that are of no kind.
+        hidden: words of kernels that belong to no kind.
     """
     found = dict.fromkeys((*kinds, "rest"), 0.0)
     for name, us in events:

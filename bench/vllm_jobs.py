@@ -1,4 +1,4 @@
-"""The jobs of scripts/vllm_check.py: `run` is what a process of vllm_pool.py calls."""
+"""The jobs of scripts/vllm_check.py: a process of vllm_pool.py calls `run`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from bench.vllm_pool import Messages
 
 PROMPT_TOKENS = (5, 30, 100)
-REFERENCE_TOKENS = 64  # of transformers; the rest must go on counting
+REFERENCE_TOKENS = 64  # tokens by transformers; the rest must go on counting
 INT8 = "int8_per_token_head"
 TIMED_CACHES = ("auto", "fp8", INT8)
 CACHES = (*TIMED_CACHES, "fp8_per_token_head", "int4_per_token_head")
@@ -19,7 +19,7 @@ PAGE = 16
 
 
 def run(kind: str, options: dict[str, Any], messages: Messages) -> None:
-    """A job, in a process of its own."""
+    """Runs a job, in a process of its own."""
     from bench import vllm_engine, vllm_mla, vllm_v4
 
     vllm_engine.set_environment()
@@ -46,7 +46,7 @@ def probe(options: dict[str, Any], messages: Messages) -> None:
 
 
 def warm_calls(parts: list[str], max_tokens: int) -> list[tuple[Any, tuple[int, ...], tuple[int, ...]]]:
-    """What engines and layers will ask for: shapes, batch sizes, query tokens."""
+    """Returns the shapes, batch sizes and query tokens that engines and layers will ask for."""
     import torch
 
     from bench import vllm_kernels, vllm_mla, vllm_models
@@ -55,7 +55,7 @@ def warm_calls(parts: list[str], max_tokens: int) -> list[tuple[Any, tuple[int, 
     from tests.kit import tiny_models
 
     wanted: list[tuple[Any, tuple[int, ...], tuple[int, ...]]] = []
-    layers: list[tuple[GqaCalls, int, int]] = []  # with tokens of a request, and requests
+    layers: list[tuple[GqaCalls, int, int]] = []  # layer, tokens of a request, number of requests
     make = partial(GqaCalls, flash=_prompts_are_vllms)
     if "speed" in parts or "first" in parts:
         layers += [(make(32, 8, 128, 128**-0.5, cache), max_tokens, 64) for cache in TIMED_CACHES]
@@ -85,11 +85,11 @@ def warm_calls(parts: list[str], max_tokens: int) -> list[tuple[Any, tuple[int, 
 
 
 def _prompts_are_vllms(**arguments: Any) -> None:
-    """Stands for vLLM's FlashAttention: no prompt is computed here."""
+    """Replaces vLLM's FlashAttention: no prompt is computed here."""
 
 
 def warm(options: dict[str, Any], messages: Messages) -> None:
-    """Compiles them, in one pool of processes. Needs no GPU."""
+    """Compiles the kernels of all jobs, in one pool of processes. Needs no GPU."""
     from cute_kernels.runtime.compile import precompile
     from cute_kernels.warm import kernel_specs
 
@@ -105,7 +105,7 @@ def warm(options: dict[str, Any], messages: Messages) -> None:
 
 
 def asked() -> list[list[int]]:
-    """32 prompts of several lengths."""
+    """Returns 32 prompts of several lengths."""
     from tests.kit import tiny_models
 
     lengths = [PROMPT_TOKENS[i % len(PROMPT_TOKENS)] for i in range(32)]
@@ -113,7 +113,7 @@ def asked() -> list[list[int]]:
 
 
 def train(options: dict[str, Any], messages: Messages) -> None:
-    """Sends the model's name when it is saved, then "transformers": requests that it answers otherwise."""
+    """Sends the model's name when it is saved, then "transformers": requests that transformers answers differently."""
     from bench import vllm_models
 
     name = options["model"]
@@ -124,7 +124,7 @@ def train(options: dict[str, Any], messages: Messages) -> None:
 
 
 def of_transformers(model: Any, prompts: list[list[int]]) -> dict[str, int]:
-    """How many of the requests transformers answers otherwise, eager and over `CuteInt8Cache` of two kinds."""
+    """Returns how many requests transformers answers differently, eager and over `CuteInt8Cache` of two kinds."""
     import torch
 
     from bench import vllm_models

@@ -1,4 +1,4 @@
-"""What a layer of vLLM costs on a GPU, its kernels and ours: prompts, and sparse MLA."""
+"""The time of a vLLM layer on a GPU, with its kernels and ours: prompts, and sparse MLA."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from tests.kit.vllm_batches import empty_cache
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 PROMPTS = ((1, 0, 2048), (1, 0, 8192), (4, 0, 2048), (1, 0, 32768), (1, 24576, 8192), (1, 32256, 512), (8, 3584, 512),
            (16, 8176, 16), (1, 122880, 8192))  # fmt: skip
-"""Requests, tokens that each has in the cache already, and new tokens of each."""
+"""Requests, tokens of each request in the cache, and its new tokens."""
 EAGER_SECONDS = 0.04
-"""From here on calls are timed as they are: a graph is replayed 20 times."""
+"""Calls from this length on are timed eagerly, because a graph is replayed 20 times."""
 MLA_HEADS, MLA_REQUESTS, MLA_TOPK = (8, 16, 32, 128), (1, 16, 64), 2048
-MLA_QUERY_TOKENS = 2  # of a request
+MLA_QUERY_TOKENS = 2  # query tokens of a request
 PAGE = 16
 
 
 def _microseconds(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float | str]:
-    """Of one call of each on the GPU, in graphs that take turns, or why there is none; long ones by themselves."""
+    """Returns the time of one call of each on the GPU, by graphs in turns, or why there is none; long ones eager."""
     found: dict[str, float | str] = {}
     ways: dict[str, Graphs] = {}
     for name, call in calls.items():
@@ -39,13 +39,13 @@ def _microseconds(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float | s
                 found[name] = seconds * 1e6
             else:
                 ways[name] = prepare([call] * (4 if seconds < LONG_CALL_SECONDS else 1))
-        except Exception as error:  # a peer that this machine lacks leaves the others as they are
+        except Exception as error:  # a missing peer does not affect the others
             found[name] = f"{type(error).__name__}: {error}"[:200]
     return found | {name: timing.us for name, timing in time_together(ways, sustained=False).items()}
 
 
 def prompts() -> Iterator[dict[str, Any]]:
-    """Microseconds of the attention of prompts, ours and vLLM's, over each cache; fresh ones over keys as they came."""
+    """Measures attention of prompts in microseconds, ours and vLLM's, over each cache; fresh ones over their keys."""
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
     from vllm.v1.kv_cache_interface import KVQuantMode
     from vllm.vllm_flash_attn import flash_attn_varlen_func
@@ -98,7 +98,7 @@ def prompts() -> Iterator[dict[str, Any]]:
 
 
 class _Prompts(NamedTuple):
-    """Requests as a step has them, with pages in order."""
+    """Requests in the form of a step, with pages in order."""
 
     q: torch.Tensor
     starts: torch.Tensor
@@ -108,7 +108,7 @@ class _Prompts(NamedTuple):
 
     @classmethod
     def draw(cls, requests: int, context: int, tokens: int) -> _Prompts:
-        """Random queries."""
+        """Makes random queries."""
         q = torch.randn(requests * tokens, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
         starts = torch.arange(0, requests * tokens + 1, tokens, dtype=torch.int32, device="cuda")
         lengths = torch.full((requests,), context + tokens, dtype=torch.int32, device="cuda")
@@ -117,7 +117,7 @@ class _Prompts(NamedTuple):
         return cls(q, starts, lengths, table, Prompts(starts, lengths, table, starts.tolist(), lengths.tolist()))
 
     def layer(self, cache_dtype: str, flash: Callable[..., Any]) -> tuple[GqaCalls, torch.Tensor]:
-        """A layer, and its cache with random numbers."""
+        """Makes a layer, and its cache with random numbers."""
         calls = GqaCalls(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5, cache_dtype, flash=flash)
         kv_cache = empty_cache(self.table.numel(), PAGE, cache_dtype, "cuda", KV_HEADS, HEAD_DIM)
         fill_cache(kv_cache, SimpleNamespace(calls=calls))
@@ -125,11 +125,11 @@ class _Prompts(NamedTuple):
 
 
 FORWARDS = 16
-"""Of a graph: with one, the launch of the graph itself hides up to 8 us of a short forward."""
+"""Forwards of a graph: with one, the launch of the graph itself hides up to 8 us of a short forward."""
 
 
 def sparse_mla() -> Iterator[dict[str, Any]]:
-    """Microseconds of vLLM's forward over 656-byte tokens, FlashMLA's and ours; two tokens a request."""
+    """Measures vLLM's forward over 656-byte tokens, FlashMLA's and ours, in microseconds; two tokens a request."""
     from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseImpl
 
     from cute_kernels.integrations.vllm.sparse_mla import CuteFlashMLASparseImpl

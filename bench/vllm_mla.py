@@ -1,8 +1,8 @@
 """DeepSeek-V3.2 and GLM-5 in vLLM's engine on a GPU: small models whose tokens are checked, and steps at real shapes.
 
-The small models count, as those of tests/kit/tiny_models.py, up to the longest prompt that is tested. What a request
-has to say is known, so all engines are led along the same tokens: where one says another token, that is noted, and it
-goes on after the right one. Each engine thus gives the scores of all positions, and any two of them can be compared.
+The small models count, like those of tests/kit/tiny_models.py, up to the longest prompt that is tested. The right
+answer of a request is known, so all engines are led along the same tokens: if one says another token, that is noted,
+and it continues after the right one. Each engine thus gives the scores of all positions, and any two can be compared.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ MODELS: Final = {
     "glm5-64": Model("glm_moe_dsa", 64, 32),
     "v4-64": Model("deepseek_v4", 64, 64),
 }
-"""The last one is not trained: vLLM's class has quantized weights alone. It has random ones, and the first engine's
-tokens are what all are led along."""
+"""The last one is not trained, because vLLM's class only has quantized weights. It has random ones, and all engines are
+led along the first engine's tokens."""
 V4: Final = "v4-64"
 PROMPT_TOKENS: Final = (1, 17, 300, 4000)
 TOKENS: Final = 256
@@ -48,18 +48,18 @@ TOPK: Final = 2048
 SHORT: Final = [i for i in range(32) if PROMPT_TOKENS[i % len(PROMPT_TOKENS)] + TOKENS <= TOPK]
 """Requests that never reach beyond the top-k, in which transformers' indexer has nothing to choose."""
 ROUNDS: Final = {"one": [3], "all": list(range(32)), "again": list(range(8))}
-"""Requests that are served together; the last find their prompts in the cache."""
+"""Requests that are served together; the last ones find their prompts in the cache."""
 MOST_TURNS: Final = 48
 PAGE: Final = 64
 STEP_TOKENS: Final = 512
-"""Of a step: longer prompts come in parts, among requests that decode."""
+"""Tokens of a step: longer prompts come in parts, among requests that decode."""
 
 
 # ---- small models
 
 
 class Stage(NamedTuple):
-    """Of training: tokens of a sequence, sequences, steps, and the learning rate."""
+    """A stage of training: tokens of a sequence, sequences, steps, and the learning rate."""
 
     tokens: int
     batch: int
@@ -70,11 +70,11 @@ class Stage(NamedTuple):
 STAGES: Final = (Stage(48, 16, 200, 2e-3), Stage(256, 16, 60, 1.5e-3), Stage(1024, 4, 40, 1e-3))
 LAST: Final = Stage(LONGEST, 1, 150, 5e-4)
 ENOUGH: Final = 2e-3
-"""Mean loss of the last stage's newest steps at which it ends; 7 of a sequence's tokens cannot be known."""
+"""Mean loss of the newest steps at which the last stage ends; 7 of a sequence's tokens cannot be known."""
 
 
 def asked() -> list[tuple[list[int], list[int]]]:
-    """32 prompts, and what follows each."""
+    """Returns 32 prompts, and the tokens that follow each."""
     from tests.kit import tiny_models
 
     found = []
@@ -86,10 +86,10 @@ def asked() -> list[tuple[list[int], list[int]]]:
 
 
 def untrained(name: str) -> Any:
-    """A model of `MODELS` with random weights.
+    """Makes a model of `MODELS` with random weights.
 
-    No token pads: its embedding would be zero, all keys would have one score in its first layer, and which of them are
-    chosen would be anyone's choice.
+    No token is padding: its embedding would be zero, all keys would have one score in its first layer, and any of them
+    could be chosen.
     """
     from tests.kit import tiny_models
 
@@ -103,13 +103,13 @@ def untrained(name: str) -> Any:
 
 
 def train_model(name: str, device: str = "cuda", stages: tuple[Stage, ...] = (*STAGES, LAST)) -> tuple[Any, float]:
-    """A bfloat16 model that counts up to the tokens of the last stage, and its last loss."""
+    """Trains a bfloat16 model that counts up to the tokens of the last stage; also returns its last loss."""
     import torch
 
     from tests.kit import tiny_models
 
     model = untrained(name).to(device).train()
-    model.set_attn_implementation("sdpa")  # whose memory does not grow with the square of a sequence
+    model.set_attn_implementation("sdpa")  # its memory does not grow with the square of a sequence
     optimizer = torch.optim.AdamW(model.parameters(), lr=stages[0].rate)
     seed, losses = 0, [9.0]
     for stage in stages:
@@ -131,7 +131,7 @@ def train_model(name: str, device: str = "cuda", stages: tuple[Stage, ...] = (*S
 
 
 def save(model: Any, folder: pathlib.Path) -> None:
-    """As vLLM loads it, with a layer that drafts a token: a copy of the last one, which is seldom right."""
+    """Saves a model for vLLM, with a layer that drafts a token: a copy of the last one, which is seldom right."""
     import torch
     from safetensors.torch import save_file
 
@@ -158,7 +158,7 @@ def save(model: Any, folder: pathlib.Path) -> None:
 
 
 def train(options: dict[str, Any], messages: Messages) -> None:
-    """Sends "saved NAME", "trained" with the loss and seconds, then as rounds what transformers says."""
+    """Sends "saved NAME", "trained" with the loss and seconds, then transformers' answers as rounds."""
     name, begin = options["model"], time.monotonic()
     model, loss = train_model(name)
     save(model, pathlib.Path(options["folder"]))
@@ -169,7 +169,7 @@ def train(options: dict[str, Any], messages: Messages) -> None:
 
 
 def of_transformers(model: Any, attention: str) -> dict[str, Any]:
-    """As a round of `serve`: the short requests, each with all of its tokens at once.
+    """Makes a round like those of `serve`: the short requests, each with all of its tokens at once.
 
     "cute_mla" reads the 656 bytes a token that vLLM writes, "eager" latents that were not quantized.
     """
@@ -191,9 +191,9 @@ def of_transformers(model: Any, attention: str) -> dict[str, Any]:
 
 
 def save_v4(folder: pathlib.Path) -> None:
-    """The configuration of DeepSeek-V4 Flash with four layers, one of each kind and two of one, and eight experts.
+    """Saves a configuration of DeepSeek-V4 Flash with four layers, one of each kind and two of one, and eight experts.
 
-    All of them take part, so that rounding has no choice to flip.
+    All experts take part, so that rounding cannot change a choice.
     """
     from tests.kit.tiny_models import VOCABULARY
 
@@ -262,14 +262,14 @@ def serve(options: dict[str, Any], messages: Messages) -> None:
 
 
 def _started(options: dict[str, Any], messages: Messages) -> Any:
-    """An engine with our plugin or without it, which is sent as "engine"."""
+    """Starts an engine with our plugin or without it, and sends it as "engine"."""
     begin, said = time.monotonic(), list[str]()
 
     def hear(record: logging.LogRecord) -> bool:
         said.append(record.getMessage())
         return True
 
-    logging.getLogger("vllm.cute_kernels").addFilter(hear)  # a handler is lost: vLLM 0.33 configures its loggers again
+    logging.getLogger("vllm.cute_kernels").addFilter(hear)  # a handler would be lost: vLLM configures its loggers again
     vllm_engine.prepare(options["plugin"], options.get("untested", False))
     llm = vllm_engine.engine(options["engine"])
     messages.send("engine", {**vllm_engine.about(llm), "start_s": time.monotonic() - begin, "said": said})
@@ -279,13 +279,13 @@ def _started(options: dict[str, Any], messages: Messages) -> Any:
 def led(
     llm: Any, requests: list[tuple[list[int], list[int]]], settle: Callable[[list[int], int], None] | None = None
 ) -> dict[str, Any]:
-    """What an engine says at each position of the truths of some requests, being led along them.
+    """Returns an engine's scores at each position of the truths of some requests, being led along them.
 
     `settle` is told, turn by turn, up to which position of a request the engine's tokens are known.
 
     Returns:
         chosen (requests, tokens) and logp (requests, tokens, vocabulary), the first turn's tokens that were cached, and
-        how many turns it took: after another token than the truth's, a request begins again behind the right one.
+        the number of turns: after a token that differs from the truth, a request begins again behind the right one.
     """
     from tests.kit.tiny_models import VOCABULARY
 
@@ -322,24 +322,24 @@ def led(
 
 
 def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
-    """How far two runs differ in the distance between a position's two best scores, at most."""
+    """Returns the largest difference of two runs in the distance between a position's two best scores."""
     best = np.argsort(a["logp"], -1)[..., -2:]
     gap_a, gap_b = (np.diff(np.take_along_axis(run["logp"], best, -1), axis=-1) for run in (a, b))
     return float(np.where(_numberless(a, b)[..., None], 0.0, np.abs(gap_a - gap_b)).max())
 
 
 def _numberless(a: dict[str, Any], b: dict[str, Any]) -> Any:
-    """Positions at which the scores of one of two runs are no numbers."""
+    """Returns positions at which the scores of one of two runs are not numbers."""
     return np.isnan(a["logp"]).any(-1) | np.isnan(b["logp"]).any(-1)
 
 
 def compared(
     a: dict[str, Any], b: dict[str, Any], near: float, excused: frozenset[tuple[int, int]] = frozenset()
 ) -> dict[str, Any]:
-    """Positions at which two runs say different tokens: near ties, whose scores are within `near`, and wrong ones.
+    """Finds positions at which two runs say different tokens: near ties, whose scores are within `near`, and errors.
 
-    Of the latter, those that are `excused`, (request, position), count as "otherwise": other keys were chosen. Scores
-    that are no numbers are wrong whatever the tokens are.
+    Wrong ones that are `excused`, (request, position), count as "otherwise": other keys were chosen. Scores that are
+    not numbers are wrong whatever the tokens are.
     """
     both = [i for i in a["requests"] if i in b["requests"]]
     a, b = ({key: run[key][[run["requests"].index(i) for i in both]] for key in ("chosen", "logp")} for run in (a, b))
@@ -362,22 +362,22 @@ def compared(
 
 
 def only(run: dict[str, Any], requests: list[int]) -> dict[str, Any]:
-    """Those of some requests that a run has."""
+    """Returns a run's results of some requests."""
     rows = [i for i, request in enumerate(run["requests"]) if request in requests]
     return {"requests": [run["requests"][i] for i in rows], "chosen": run["chosen"][rows], "logp": run["logp"][rows]}
 
 
 def agreed(a: dict[str, Any], b: dict[str, Any]) -> frozenset[tuple[int, int]]:
-    """(request, position) of all tokens that two runs of the same requests share."""
+    """Returns (request, position) of all tokens that two runs of the same requests share."""
     return frozenset((a["requests"][i], int(j)) for i, j in zip(*np.nonzero(a["chosen"] == b["chosen"]), strict=True))
 
 
 def cases(runs: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
-    """All runs of a model that can be compared, by their names and rounds; see `compared`.
+    """Compares all runs of a model that can be compared, by their names and rounds; see `compared`.
 
-    A near tie is two scores no further apart than the same engine's differ between eager and graph runs. Where our
-    engine agrees with vLLM's own once it is given the keys that the other's indexer chose, other keys were chosen. For
-    that agreement scores count as near that are so in short requests, which see all of their keys.
+    A near tie is two scores no further apart than the same engine's differ between eager and graph runs. If our engine
+    agrees with vLLM's own once it is given the keys that the other's indexer chose, other keys were chosen. For that
+    agreement scores count as near if they are near in short requests, which see all of their keys.
     """
     engines = [(who, name) for who in ("ours", "stock") for name in ROUNDS]
     same = [[(f"{who}-{how}", name) for how in ("eager", "graphs")] for who, name in engines]
@@ -413,7 +413,7 @@ def cases(runs: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
 
 LAYERS: Final = 4
 FAMILIES: Final = {"normal": None, "few small": 32768, "tokens and tiles": 32768}
-"""Values of the caches, as tests/kit/values.py names them, and the context at which they are timed; None: at all."""
+"""Values of the caches, by names of tests/kit/values.py, and the context at which they are timed; None: all."""
 INDEX_BYTES: Final = 132
 SHARES: Final = {
     "indexer": ("mqa_logits",),
@@ -425,7 +425,7 @@ NOT_SHARED: Final = ("concat_and_cache", "metadata")
 
 
 def save_v32(folder: pathlib.Path, heads: int, max_positions: int) -> None:
-    """The configuration of DeepSeek-V3.2 with few layers, no experts and a small vocabulary; vLLM draws its weights."""
+    """Saves DeepSeek-V3.2's configuration with few layers, no experts and a small vocabulary; vLLM draws weights."""
     config = {
         "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "hidden_size": 7168,
         "intermediate_size": 2048, "moe_intermediate_size": 2048, "num_hidden_layers": LAYERS,
@@ -462,10 +462,10 @@ def steps(options: dict[str, Any], messages: Messages) -> None:
 
 
 def draw_weights(worker: Any) -> None:
-    """Weights that keep numbers at the size of a trained model's: dummy ones are so small that attention is nothing."""
+    """Draws weights that keep numbers at a trained model's size: dummy ones are so small that attention is nothing."""
     import torch
 
-    torch.manual_seed(0)  # every engine draws the same ones
+    torch.manual_seed(0)  # every engine draws the same weights
     model = worker.model_runner.get_model()
     with torch.inference_mode():
         for name, weight in model.named_parameters():
@@ -477,14 +477,14 @@ def draw_weights(worker: Any) -> None:
                 weight.fill_(2.0**-6)
             elif weight.dim() == 1:
                 weight.fill_(0.0 if name.endswith("bias") else 1.0)
-            else:  # what is multiplied from the left has its sums along the second to last dimension
+            else:  # weights that are multiplied from the left sum along the second to last dimension
                 fan_in = 1 if "embed" in name else weight.shape[-2 if weight.dim() == 3 else -1]
                 weight.normal_(0, fan_in**-0.5)
         vllm_engine.finish_weights(model)
 
 
 def fill(worker: Any, family: str) -> None:
-    """Tokens of a family in every cache of latents, and N(0, 1) in those of the indexer."""
+    """Fills every cache of latents with tokens of a family, and those of the indexer with N(0, 1)."""
     import torch
 
     from tests.kit import values
@@ -503,7 +503,7 @@ def fill(worker: Any, family: str) -> None:
 
 
 def fill_index(pages: Any) -> None:
-    """Keys of N(0, 1) in pages (n, 64, 132) of the indexer: codes of all tokens, then scales of all of them."""
+    """Fills pages (n, 64, 132) of the indexer with keys of N(0, 1): codes of all tokens, then scales of all of them."""
     import torch
 
     rows = pages.flatten(1) if pages.is_contiguous() else pages.view(len(pages), -1)
@@ -516,5 +516,5 @@ def fill_index(pages: Any) -> None:
 
 
 def shares(events: list[tuple[str, float]]) -> dict[str, Any]:
-    """Milliseconds of a step from microseconds of `PROFILED` steps, by `SHARES`."""
+    """Converts microseconds of `PROFILED` steps to milliseconds of a step, by `SHARES`."""
     return vllm_engine.shares_of(events, SHARES, NOT_SHARED)

@@ -17,7 +17,7 @@ SHORT_STEPS, LONG_STEPS, LONG_TOKENS = 100, 150, 640
 
 
 def train(name: str, device: str) -> Any:
-    """A bfloat16 model that counts up to `LONG_TOKENS` tokens: 20 s on a CPU."""
+    """Trains a bfloat16 model that counts up to `LONG_TOKENS` tokens: 20 s on a CPU."""
     model = tiny_models.untrained(name, max_position_embeddings=MAX_POSITIONS).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(SHORT_STEPS + LONG_STEPS):
@@ -34,7 +34,7 @@ def train(name: str, device: str) -> Any:
 
 
 def save(model: Any, folder: pathlib.Path) -> None:
-    """As vLLM loads it: its gpt-oss insists on YaRN, which does nothing at a factor of 1."""
+    """Saves a model for vLLM: its gpt-oss insists on YaRN, which does nothing at a factor of 1."""
     model.save_pretrained(folder)
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
@@ -47,7 +47,7 @@ def save(model: Any, folder: pathlib.Path) -> None:
 
 
 def save_llama_8b(folder: pathlib.Path, layers: int, max_positions: int) -> None:
-    """The configuration of Llama 3 8B with few layers and a small vocabulary; vLLM draws its weights."""
+    """Saves the configuration of Llama 3 8B with few layers and a small vocabulary; vLLM draws its weights."""
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
         "num_hidden_layers": layers, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,

@@ -1,7 +1,7 @@
-"""Jobs in processes of their own on one GPU, within a time: many that check at once, those that measure alone.
+"""Runs jobs in processes of their own on one GPU, within a time: jobs that check run together, jobs that measure alone.
 
-Processes are forked from one that has imported what they need, which saves each of them 10 s or more, and cannot harm
-each other. What a job finds is handed on as it comes, so that nothing of it is lost where it fails later.
+Processes are forked from one that has imported what they need, which saves each of them 10 s or more. They cannot harm
+each other. A job's results are passed on as they come, so that nothing is lost if it fails later.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 Receive = Callable[["Job", str, Any], None]
-TICK = 0.5  # seconds between two looks at the clock
+TICK = 0.5  # seconds between two checks of the clock
 LOG_TAIL = 2000  # characters of a log that an error quotes
 
 
 @dataclass
 class Job:
-    """What a process does.
+    """The work of a process.
 
-    kind       which job, a key of the pool's table
-    options    of that job: what can be pickled
+    kind       kind of the job, a key of the pool's table
+    options    options of the job; they can be pickled
     phase      jobs of a phase start when all of earlier phases have ended
-    needs      before it starts: names of jobs that have ended well, "NAME over" where failing will do, events
-    gigabytes  of GPU memory
-    seconds    how long it may take at most
-    least      how much time must be left for it to start
-    fresh      in a new interpreter, without waiting for the imports of the others
+    needs      what it waits for: names of jobs that have ended well, "NAME over" if they may fail, events
+    gigabytes  GPU memory in GB
+    seconds    most seconds that it may take
+    least      least time that must be left for it to start
+    fresh      whether it runs in a new interpreter, without waiting for the imports of the others
     """
 
     name: str
@@ -50,24 +50,24 @@ class Job:
 
 
 class Messages:
-    """What a job sends."""
+    """Messages of a job to the pool."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     def send(self, event: str, data: Any = None) -> None:
-        """Something that was found; the pool hands it on."""
+        """Sends a result, which the pool passes on."""
         self._connection.send((event, data))
 
     def wait_for_card(self) -> None:
-        """Returns when no other job uses the GPU, which stays so until this one ends."""
+        """Waits until no other job uses the GPU, which stays so until this one ends."""
         self.send("ready")
         self._connection.recv()
 
 
 def work(call: Callable[[str, dict[str, Any], Messages], None], job: Job, connection: Connection, log: str) -> None:
-    """What a process runs; it ends without the destructors of a GPU's libraries, which can wait for ever."""
-    os.setpgrp()  # with what it starts itself, it can be ended
+    """Runs a job in a process; it ends without the destructors of a GPU's libraries, which can wait for ever."""
+    os.setpgrp()  # so that it can be ended together with its children
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -93,15 +93,15 @@ class _Running:
 
 
 class Pool:
-    """Runs jobs; `receive(job, event, data)` gets what they send, with "failed" and the reason where one fails.
+    """Runs jobs; `receive(job, event, data)` gets their messages, and "failed" with the reason if one fails.
 
     Args:
         call: `call(kind, options, messages)`, a function of a module, runs a job.
         folder: for logs.
-        receive: see above; also "started" and "done".
-        deadline: of `time.monotonic()`; what runs then is ended.
-        gigabytes: of GPU memory for all jobs together; may be set later.
-        slots: jobs at a time; those that wait for the card do not count.
+        receive: see above; it also gets "started" and "done".
+        deadline: value of `time.monotonic()` at which running jobs are ended.
+        gigabytes: GPU memory of all jobs together in GB; may be set later.
+        slots: jobs at a time; jobs that wait for the card do not count.
         preload: modules that are imported once for all jobs, from now on.
     """
 
@@ -125,10 +125,10 @@ class Pool:
             forkserver.ensure_running()
         self._running: list[_Running] = []
         self._given: set[str] = set()
-        self._drains = False  # those that wait for the card get it before more are started, all at once
+        self._drains = False  # all jobs that wait for the card get it before more are started
 
     def run(self, jobs: Iterable[Job]) -> dict[str, str]:
-        """Runs them all; what was left out, with the reason."""
+        """Runs all jobs; returns those that were left out, with the reason."""
         waiting, left = list(jobs), dict[str, str]()
         try:
             while waiting or self._running:
@@ -147,7 +147,7 @@ class Pool:
         return left
 
     def _leave_out(self, waiting: list[Job], left: dict[str, str]) -> None:
-        """Jobs of the first phase that wait for what will not come."""
+        """Leaves out jobs of the first phase that wait for something that cannot happen."""
         phase = min((job.phase for job in waiting), default=0)
         for job in [job for job in waiting if job.phase == phase]:
             waiting.remove(job)
@@ -167,7 +167,7 @@ class Pool:
             self._start(startable)
 
     def _next(self, waiting: Sequence[Job]) -> Job | None:
-        """The first job that can start now."""
+        """Returns the first job that can start now."""
         if sum(one.state == "works" for one in self._running) >= self._slots:
             return None
         used = sum(one.job.gigabytes for one in self._running)
@@ -193,7 +193,7 @@ class Pool:
         return self._folder / f"{job.name}.log"
 
     def _give_card(self, waiting: Sequence[Job]) -> None:
-        """Lets a job go on that waits for the card, when nothing else uses it or is about to."""
+        """Lets a job continue that waits for the card, when nothing else uses it or is about to."""
         if all(one.state == "ready" for one in self._running) and (self._drains or self._next(waiting) is None):
             first = self._running[0]
             first.state, first.started, self._drains = "alone", time.monotonic(), True
@@ -232,7 +232,7 @@ class Pool:
                 self._failed(one.job, f"took more than {one.job.seconds:.0f} s")
 
     def _end(self, one: _Running) -> None:
-        """Ends a process and what it has started."""
+        """Ends a process and its children."""
         self._running.remove(one)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(one.process.pid, signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""Imports that every engine needs, once for all processes: they are forked from the one that imports this module.
+"""Imports that every engine needs, made once: all processes are forked from the one that imports this module.
 
-Nothing here may start CUDA. What cannot be imported here is imported by each process, which says what is wrong.
+Nothing here may start CUDA. If an import fails here, each process tries it again and reports the error.
 """
 
 from __future__ import annotations

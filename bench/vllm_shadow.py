@@ -1,6 +1,6 @@
-"""Our kernels beside vLLM's on the calls that an eager engine makes, call by call: both see the same tensors.
+"""Compares our kernels with vLLM's on the calls of an eager engine, call by call: both see the same tensors.
 
-Tokens of two engines drift apart where rounding flips a choice of keys or of experts. Calls do not.
+Tokens of two engines drift apart if rounding flips a choice of keys or of experts. Calls do not.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any, Final
 
 FLASHMLA_OF_V4: Final = "vllm.models.deepseek_v4.nvidia.flashmla"
-"""vLLM's module of V4's layers, in which a `V4Decode` stands for FlashMLA."""
+"""vLLM's module of V4's layers, in which a `V4Decode` replaces FlashMLA."""
 
 
 def attention_of_v4(worker: Any) -> None:
-    """From now on each decoding call of V4 runs on FlashMLA too, whose output nobody reads."""
+    """Makes each decoding call of V4 also run on FlashMLA, whose output is compared with ours."""
     module = importlib.import_module(FLASHMLA_OF_V4)
     ours = module.flash_mla_with_kvcache
     found: dict[str, Any] = {"calls": 0, "apart": []}
@@ -34,9 +34,9 @@ def attention_of_v4(worker: Any) -> None:
 
 
 def apart(ours: Any, theirs: Any) -> Any:
-    """Of two outputs (..., d), three numbers on the GPU: how far rows are apart, and how many have no numbers in each.
+    """Compares two outputs (..., d), by three numbers on the GPU: the largest distance, and each one's rows with NaN.
 
-    Far is the longest difference of a row over that row's length.
+    The distance is the largest ratio of a row's difference to the row's length.
     """
     import torch
 
@@ -47,7 +47,7 @@ def apart(ours: Any, theirs: Any) -> Any:
 
 
 def indexer(worker: Any) -> None:
-    """From now on each choice of `index_decode`, and vLLM's own, is held against the scores that DeepGEMM makes."""
+    """Makes each choice of `index_decode`, and vLLM's own, be compared with DeepGEMM's scores."""
     from cute_kernels.integrations.vllm import indexer as hooks
 
     choose = hooks.choose
@@ -66,7 +66,7 @@ def indexer(worker: Any) -> None:
 
 
 def chosen_by_vllm(scores: Any, seq_lens: Any, topk: int) -> Any:
-    """What vLLM 0.26 chooses of at most 32 rows, (rows, topk) int32."""
+    """Returns the choice of vLLM 0.26 for at most 32 rows, (rows, topk) int32."""
     import torch
 
     chosen = torch.full((len(scores), topk), -1, dtype=torch.int32, device=scores.device)
@@ -76,11 +76,11 @@ def chosen_by_vllm(scores: Any, seq_lens: Any, topk: int) -> Any:
 
 
 def lacking(scores: Any, seq_lens: Any, chosen: Any) -> Any:
-    """Of rows of scores (rows, width) and positions (rows, topk), four numbers each, on the GPU.
+    """Compares rows of scores (rows, width) and chosen positions (rows, topk), by four numbers a row, on the GPU.
 
-    How many keys were chosen whose score is below the topk-th, how far the lowest one is below it, the largest score,
-    and how many keys have the topk-th score and were not chosen. A row has no more keys than its length; -1 fills what
-    it has too few keys for.
+    They are the number of chosen keys whose score is below the topk-th, how far the lowest one is below it, the largest
+    score, and the number of keys that have the topk-th score and were not chosen. A row has no more keys than its
+    length; -1 fills up a row with too few keys.
     """
     import torch
 
@@ -96,7 +96,7 @@ def lacking(scores: Any, seq_lens: Any, chosen: Any) -> Any:
 
 
 def seen(worker: Any) -> dict[str, Any]:
-    """What has been found so far."""
+    """Returns the results so far."""
     import torch
 
     found = worker.shadow

@@ -1,7 +1,7 @@
 """Compiles kernels of DeepSeek-V4 that vLLM 0.26 compiles when they are called, in many processes at once.
 
-An engine would compile them one after another: 30 kernels of TileLang and DeepGEMM, 7 to 27 s each. Both keep what is
-compiled on disk, where engines find it. Shapes are those of `vllm_mla.save_v4`, tokens those of its steps.
+An engine would compile them one after another: 30 kernels of TileLang and DeepGEMM, 7 to 27 s each. Both keep compiled
+kernels on disk, where engines find them. Shapes are those of `vllm_mla.save_v4`, tokens those of its steps.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from bench.vllm_pool import Messages
 
 TOKENS: Final = (500, 40, 1, 8, 140, 200, 300, 340, 400)
-"""Of a step: one of each number of splits that vLLM has for up to 512 tokens."""
+"""Tokens of a step: one for each number of splits that vLLM has for up to 512 tokens."""
 HIDDEN, STREAMS = 4096, 4
 LINEARS: Final = ((1536, 4096), (32768, 1024), (4096, 8192), (4096, 4096), (4096, 2048), (8192, 1024))
 """Outputs and inputs of FP8 linear layers."""
 
 
 def streams(tokens: int) -> None:
-    """TileLang's kernels between layers, and DeepGEMM's in them."""
+    """Compiles TileLang's kernels between layers, and DeepGEMM's in them."""
     import torch
     from vllm.model_executor.kernels.mhc import tilelang as mhc
 
@@ -43,7 +43,7 @@ def streams(tokens: int) -> None:
 
 
 def ends(tokens: int) -> None:
-    """Those before the first layer and after the last."""
+    """Compiles the kernels before the first layer and after the last."""
     import torch
     from vllm.model_executor.kernels.mhc import tilelang as mhc
 
@@ -58,7 +58,7 @@ def ends(tokens: int) -> None:
 
 
 def head(tokens: int) -> None:
-    """The one after the last layer."""
+    """Compiles the kernel of the head, after the last layer."""
     import torch
     from vllm.model_executor.kernels.mhc import tilelang as mhc
 
@@ -68,14 +68,14 @@ def head(tokens: int) -> None:
 
 
 def scales(rows: int, blocks: int) -> Any:
-    """Ones (rows, blocks) float32 as TMA reads them, rows next to each other."""
+    """Makes ones (rows, blocks) float32 in TMA's order, rows next to each other."""
     import torch
 
     return torch.ones(blocks, (rows + 3) // 4 * 4, dtype=torch.float32, device="cuda").t()[:rows]
 
 
 def linear(outputs: int, inputs: int, some: tuple[int, ...]) -> None:
-    """DeepGEMM's kernels of a linear layer."""
+    """Compiles DeepGEMM's kernels of a linear layer."""
     import torch
     from vllm.utils.deep_gemm import fp8_gemm_nt
 
@@ -89,7 +89,7 @@ def linear(outputs: int, inputs: int, some: tuple[int, ...]) -> None:
 
 
 def groups(some: tuple[int, ...]) -> None:
-    """DeepGEMM's kernels of the output projection, 8 groups of 1024 outputs and 4096 inputs."""
+    """Compiles DeepGEMM's kernels of the output projection, 8 groups of 1024 outputs and 4096 inputs."""
     import torch
     from vllm.utils.deep_gemm import fp8_einsum
 
@@ -111,7 +111,7 @@ TASKS: Final[list[tuple[str, tuple[Any, ...]]]] = [
 
 
 def task(name: str, arguments: tuple[Any, ...]) -> str:
-    """Runs one of them, in a process of its own; a line for the log."""
+    """Runs one task in a process of its own; returns a line for the log."""
     from bench import vllm_engine
 
     vllm_engine.set_environment()
@@ -128,7 +128,7 @@ def task(name: str, arguments: tuple[Any, ...]) -> str:
 
 
 def compile_ahead(options: dict[str, Any], messages: Messages) -> None:
-    """All of them, one process a core; sends "ahead", a line of each. What fails here, an engine says in full."""
+    """Runs all tasks, one process a core; sends "ahead", a line of each. An engine reports any error in full."""
     context, processes = multiprocessing.get_context("spawn"), min(len(TASKS), len(os.sched_getaffinity(0)))
     with concurrent.futures.ProcessPoolExecutor(processes, context) as pool:
         for done in concurrent.futures.as_completed([pool.submit(task, *one) for one in TASKS]):

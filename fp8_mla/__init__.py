@@ -87,7 +87,7 @@ __all__ = [
 ]
 
 _MODULES = ("formats", "layout", "slots", "packing", "pages", "indexer", "reference")
-"""Where a name is looked for, in this order: the first needs no torch."""
+"""Modules in which a name is looked up, in this order: the first needs no torch."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Formats of a token in a latent cache: what each byte holds. Plain Python, without torch and without a GPU.
+"""Formats of a token in a latent cache, byte by byte. Plain Python, without torch and without a GPU.
 
 One token of the V3.2 format takes 656 bytes::
 
@@ -8,8 +8,8 @@ One token of the V3.2 format takes 656 bytes::
 
 The other formats split a token into a *data row* and a *scale row*, which lie next to each other (interleaved) or in
 two blocks of a page (planar). `docs/users/formats.md` has all formats and their quantization rules in words. All code
-that needs a number of a format takes it from here, kernels, budget, tests and benchmarks included. A new format is one
-more `TokenFormat` in `FORMATS`.
+takes the numbers of a format from here, kernels, budget, tests and benchmarks included. A new format is one more
+`TokenFormat` in `FORMATS`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ITEMSIZE: Final = {
 }
 """Bytes of an item, by the name that torch gives its dtype."""
 ELEMENTS_PER_ITEM: Final = {"float4_e2m1fn_x2": 2}
-"""Elements of an item, where that is not one: the even element is in the low bits."""
+"""Elements of an item, unless it is one: the even element is in the low bits."""
 FP8_MAX: Final = 448.0
 """The largest finite e4m3 value."""
 FP8_NAN: Final = 0x7F
@@ -34,7 +34,7 @@ FP8_NAN: Final = 0x7F
 FP4_MAX: Final = 6.0
 """The largest e2m1 value; e2m1 has neither NaN nor infinity."""
 FP4_VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the e2m1 codes 0 to 7 mean; codes 8 to 15 are their negatives."""
+"""The values of the e2m1 codes 0 to 7; codes 8 to 15 are their negatives."""
 E8M0_BIAS: Final = 127
 """A ue8m0 byte e means 2 ** (e - 127)."""
 E8M0_NAN: Final = 0xFF
@@ -42,14 +42,14 @@ E8M0_NAN: Final = 0xFF
 MIN_SCALE: Final = 2.0**-126
 """The smallest float32 scale that `pack` writes: the smallest normal number, so that its reciprocal is finite."""
 MIN_SCALE_EXPONENT: Final = -22
-"""Of the smallest ue8m0 scale that `pack` writes, 2 ** -22: a largest magnitude below 1e-4 counts as 1e-4."""
+"""Exponent of the smallest ue8m0 scale that `pack` writes, 2 ** -22: a largest magnitude below 1e-4 counts as 1e-4."""
 MIN_INDEX_ABSMAX: Final = 1e-4
-"""What a smaller largest magnitude of an index key counts as: all engines have this number."""
+"""A smaller largest magnitude of an index key counts as this; all engines use this number."""
 MIN_FP4_SCALE: Final = 2.0**-9
 """The smallest e4m3 scale that `pack` writes: the smallest positive e4m3 number."""
 
 CACHE_LAYOUTS: Final = ("planar", "interleaved")
-"""How a page holds tokens of two rows: all data rows, then all scale rows; or token after token."""
+"""Orders of a page's tokens that have two rows: all data rows, then all scale rows; or token after token."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Field:
 
     name    "codes", "scales" or "rope"
     dtype   a key of `ITEMSIZE`
-    count   elements, of which some dtypes have two in a byte
+    count   number of elements; some dtypes have two in a byte
     offset  first byte, from the start of the token's row
-    row     which of the token's rows: an index of `TokenFormat.row_bytes`
+    row     number of the token's row: an index of `TokenFormat.row_bytes`
     """
 
     name: str
@@ -86,7 +86,7 @@ class Field:
 
     @property
     def end(self) -> int:
-        """The byte after the last."""
+        """The byte after the last one."""
         return self.offset + self.num_bytes
 
 
@@ -94,15 +94,15 @@ class Field:
 class TokenFormat:
     """How a latent cache stores one token.
 
-    name            as `cache_format=` spells it
+    name            name for `cache_format=`
     d_qk            elements of a query and of a key
     d_v             elements of a value, the leading ones of the key
-    fields          all of a token, in the order of their bytes
+    fields          all fields of a token, in the order of their bytes
     quant_tile      consecutive codes that share a scale
-    row_bytes       bytes of each row that a token has. One: a page holds token after token. Two, of data and of scales:
-                    a page holds the data row of every token, then the scale row of every token (planar)
+    row_bytes       bytes of each row of a token. One row: a page holds token after token. Two rows, data and scales: a
+                    page holds the data row of every token, then the scale row of every token (planar)
     may_interleave  a page may instead hold token after token, each a data row and a scale row
-    wider_bytes     sizes that a cache's tokens may have instead: the rest of them is not read
+    wider_bytes     other sizes that a cache's tokens may have; their additional bytes are not read
     """
 
     name: str
@@ -130,10 +130,10 @@ class TokenFormat:
             raise ValueError(f"d_qk: got {self.d_qk}; needs {self.nope_dim + self.rope_dim}, all elements of the token")
 
     def field(self, name: str) -> Field:
-        """The field of that name.
+        """Returns the field of that name.
 
         Raises:
-            KeyError: the format has none.
+            KeyError: the format does not have it.
         """
         for field in self.fields:
             if field.name == name:
@@ -152,22 +152,22 @@ class TokenFormat:
 
     @property
     def rope(self) -> Field | None:
-        """Elements with rotary position encoding, or None where all are quantized."""
+        """Elements with rotary position encoding, or None if all are quantized."""
         return next((field for field in self.fields if field.name == "rope"), None)
 
     @property
     def nope_dim(self) -> int:
-        """Elements that are quantized."""
+        """Number of elements that are quantized."""
         return self.codes.count
 
     @property
     def rope_dim(self) -> int:
-        """Elements with rotary position encoding."""
+        """Number of elements with rotary position encoding."""
         return self.rope.count if self.rope else 0
 
     @property
     def num_scales(self) -> int:
-        """Scales of a token."""
+        """Number of scales of a token."""
         return self.scales.count
 
     @property
@@ -177,29 +177,29 @@ class TokenFormat:
 
     @property
     def cache_bytes(self) -> tuple[int, ...]:
-        """Sizes that the tokens of a cache may have: what its last dimension says."""
+        """Sizes that the tokens of a cache may have: the size of its last dimension."""
         return (self.token_bytes, *self.wider_bytes)
 
     @property
     def cache_layouts(self) -> tuple[str, ...]:
-        """Those of `CACHE_LAYOUTS` that the format has; the first is what a caller who names none gets."""
+        """The members of `CACHE_LAYOUTS` that the format has; the first is the default."""
         if len(self.row_bytes) == 1:
             return ("interleaved",)
         return CACHE_LAYOUTS if self.may_interleave else ("planar",)
 
     def start(self, field: Field) -> int:
-        """First byte of a field where the rows of a token lie one after the other, as `pack` returns them."""
+        """Returns the first byte of a field if the rows of a token lie one after the other, as `pack` returns them."""
         return sum(self.row_bytes[: field.row]) + field.offset
 
     def page_layout(
         self, page_size: int, cache_layout: str | None = None, *, token_stride: int | None = None
     ) -> PageLayout:
-        """Where the rows of a page's tokens are.
+        """Returns where the rows of a page's tokens are.
 
         Args:
             page_size: tokens of a page, at least 1.
             cache_layout: "planar" or "interleaved"; None: the first of `cache_layouts`.
-            token_stride: interleaved only: bytes from token to token, by default `token_bytes`.
+            token_stride: interleaved only: bytes from token to token; default `token_bytes`.
 
         Raises:
             ValueError: the format does not have the layout, or a number does not fit.
@@ -227,9 +227,9 @@ class PageLayout:
     ``scale_offset + offset * scale_stride``. That holds for formats with one row a token as well.
 
     cache_layout  "planar" or "interleaved"
-    data_stride   from data row to data row
-    scale_offset  of the first scale of the page's first token
-    scale_stride  from one token's scales to those of the next
+    data_stride   bytes from data row to data row
+    scale_offset  byte of the first scale of the page's first token
+    scale_stride  bytes from one token's scales to those of the next
     page_bytes    from the page's first byte to the end of its last row: the least distance of two pages
     """
 
@@ -270,7 +270,7 @@ V3_2_NOPE: Final = TokenFormat(
     row_bytes=(528,),
     wider_bytes=(V3_2.token_bytes,),
 )
-"""V3.2's codes and scales without a rope part, for models whose cache has none. A token of V3.2 is one too."""
+"""V3.2's codes and scales without a rope part, for models whose cache has none. V3.2's tokens can be read as such."""
 
 V4: Final = TokenFormat(
     name="v4",
@@ -337,15 +337,15 @@ PAIRS: Final = (
     (V4_1.name, V4_1.name),
     (V4_1.name, V4_1_FP4.name),
 )
-"""Formats of two caches that one call may attend to, the first cache's first."""
+"""Pairs of formats of two caches that one call may attend to, the first cache's first."""
 
 
 def as_format(token_format: TokenFormat | str, name: str = "token_format") -> TokenFormat:
-    """The format itself, or the one of that name.
+    """Returns the format itself, or the format of that name.
 
     Args:
         token_format: a format or a key of `FORMATS`.
-        name: of the argument, for messages.
+        name: name of the argument, for messages.
 
     Raises:
         ValueError: there is no such format.
@@ -358,14 +358,14 @@ def as_format(token_format: TokenFormat | str, name: str = "token_format") -> To
 
 
 def format_of_cache(num_bytes: int, d_qk: int) -> TokenFormat:
-    """The format of a cache whose caller names none.
+    """Returns the format of a cache whose caller names none.
 
     Args:
-        num_bytes: of a token, the last dimension of the cache.
+        num_bytes: bytes of a token, the last dimension of the cache.
         d_qk: columns of the queries, which tell V3.2 with a rope part from V3.2 without.
 
     Raises:
-        ValueError: no format has so many bytes, or several have.
+        ValueError: no format has this number of bytes, or several have it.
     """
     if num_bytes == V3_2.token_bytes:
         return V3_2_NOPE if d_qk == V3_2_NOPE.d_qk else V3_2
@@ -380,15 +380,15 @@ def format_of_cache(num_bytes: int, d_qk: int) -> TokenFormat:
 
 
 def format_of_extra_cache(first: TokenFormat, num_bytes: int, extra_format: str | None) -> TokenFormat:
-    """The format of a second cache that a call attends to.
+    """Returns the format of a second cache that a call attends to.
 
     Args:
         first: the format of the first cache.
-        num_bytes: of a token of the second.
-        extra_format: its name; None: the one of `PAIRS` that has as many bytes.
+        num_bytes: bytes of a token of the second cache.
+        extra_format: its name; None: the format of `PAIRS` that has this number of bytes.
 
     Raises:
-        ValueError: no pair of caches is like this.
+        ValueError: no pair of `PAIRS` fits.
     """
     partners = [FORMATS[second] for name, second in PAIRS if name == first.name]
     if not partners:

@@ -18,7 +18,7 @@ from fp8_mla.pages import gather, row_views
 from fp8_mla.slots import check_index_tensor, slots_from_block_table, slots_from_positions
 
 SCALE_RULES: Final = ("float32", "ue8m0")
-"""How `pack_index_keys` chooses a scale: SGLang's rule and vLLM's."""
+"""The rules by which `pack_index_keys` may choose a scale: SGLang's and vLLM's."""
 
 
 def pack_index_keys(k: torch.Tensor, *, scale: str = "float32") -> torch.Tensor:
@@ -27,10 +27,10 @@ def pack_index_keys(k: torch.Tensor, *, scale: str = "float32") -> torch.Tensor:
     A largest magnitude below 1e-4 counts as 1e-4. The scale is
 
     - "float32": the largest magnitude over 448; codes are elements times its float32 reciprocal (SGLang);
-    - "ue8m0": the least power of two that is not below that, at least 2**-22 (vLLM). It too is stored as float32.
+    - "ue8m0": the least power of two that is not below that quotient, at least 2**-22 (vLLM), also stored as float32.
 
     Codes are rounded to nearest even and saturate at 448. A NaN does not count for the scale and becomes code 0x7F. A
-    magnitude above the largest finite bfloat16 counts as that.
+    magnitude above the largest finite bfloat16 counts as that number.
 
     Args:
         k: (..., 128) bfloat16 or float32, any strides.
@@ -100,7 +100,7 @@ def reference_index_logits(
         k_cache: (num_pages, page_size, 132) or (num_pages, page_size, 1, 132), uint8 or float8_e4m3fn, planar pages.
         block_table: (batch, max_pages) int32 or int64. A page that the cache lacks has no keys.
         cache_seqlens: (batch,) int32 or int64: query j sees the first ``cache_seqlens - s_q + 1 + j`` keys; or
-            (batch, s_q): what each query sees.
+            (batch, s_q): number of keys that each query sees.
 
     Returns:
         (batch, s_q, max_pages * page_size) float32, -inf where a query sees no key.
@@ -119,7 +119,7 @@ def _logits(
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits, and (batch, s_q) lengths within the table."""
+    """Returns logits, and (batch, s_q) lengths within the table."""
     if not isinstance(q, torch.Tensor) or q.dtype is not torch.float8_e4m3fn:
         raise TypeError(f"q: got {describe(q)}; needs a tensor of float8_e4m3fn")
     if q.ndim != 4 or q.shape[-1] != INDEX_KEY.d_qk:
@@ -153,7 +153,7 @@ def _logits(
 
 
 def _lengths(cache_seqlens: torch.Tensor, batch: int, s_q: int, width: int) -> torch.Tensor:
-    """(batch, s_q) int64: keys that each query sees, from 0 to width."""
+    """Returns (batch, s_q) int64: number of keys that each query sees, from 0 to width."""
     if isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.ndim == 1:
         check_index_tensor("cache_seqlens", cache_seqlens, (batch,))
         whole = cache_seqlens.long().clamp(0, width)
@@ -164,14 +164,14 @@ def _lengths(cache_seqlens: torch.Tensor, batch: int, s_q: int, width: int) -> t
 
 
 def canonical(logits: torch.Tensor) -> torch.Tensor:
-    """Logits as they are compared: -0.0 is 0.0, NaN is -inf."""
+    """Returns logits in the form in which they are compared: -0.0 becomes 0.0, NaN becomes -inf."""
     return logits.masked_fill(logits.isnan(), -torch.inf) + 0.0
 
 
 def highest(logits: torch.Tensor, topk: int) -> torch.Tensor:
-    """Positions of the `topk` highest of (n,) canonical logits, ascending; of equal ones the lower positions.
+    """Returns positions of the `topk` highest of (n,) canonical logits, ascending; of equal ones the lower positions.
 
-    All positions where there are no more.
+    It returns all positions if there are no more than `topk`.
     """
     if logits.shape[0] <= topk:
         return torch.arange(logits.shape[0], dtype=torch.int64, device=logits.device)
@@ -191,21 +191,21 @@ def reference_index_decode(
     first: int = 0,
     last: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The keys with the highest logits of each query, by position: what sparse attention reads.
+    """Finds the keys with the highest logits of each query, by position, which sparse attention reads.
 
-    A key in a page that the cache lacks has the logit -inf; where it is chosen, for want of others, its slot is -1.
+    A key in a page that the cache lacks has the logit -inf; if it is chosen for lack of others, its slot is -1.
 
     Args:
         q: as `reference_index_logits` takes it, and so are `weights`, `k_cache`, `block_table` and `cache_seqlens`.
-        weights: see there.
-        k_cache: see there.
-        block_table: see there.
-        cache_seqlens: see there.
-        topk: how many keys; a query that sees no more gets all of them.
+        weights: as `reference_index_logits` takes it.
+        k_cache: as `reference_index_logits` takes it.
+        block_table: as `reference_index_logits` takes it.
+        cache_seqlens: as `reference_index_logits` takes it.
+        topk: number of keys to choose; a query that sees no more gets all of them.
         slot_table: (batch, pages) int32 or int64, pages of the cache that slots are wanted for; None: `block_table`.
-        slot_page_size: tokens of its pages; None: those of `k_cache`.
-        first: the logits of so many first keys count as +inf.
-        last: likewise of so many last keys that the query sees.
+        slot_page_size: tokens of that cache's pages; None: page size of `k_cache`.
+        first: number of first keys whose logits count as +inf.
+        last: number of last keys, of those that the query sees, whose logits count as +inf.
 
     Returns:
         slots (batch, s_q, topk) int32, ascending by position, -1 after the last; positions likewise; and their logits,

@@ -35,7 +35,7 @@ CACHE_DTYPES: Final = (torch.uint8, torch.float8_e4m3fn)
 
 
 def describe(value: object) -> str:
-    """A tensor's shape, dtype and device (anything else: its repr), for the "got" half of an error message."""
+    """Describes a tensor by shape, dtype and device, anything else by its repr, for the "got" half of an error."""
     if isinstance(value, torch.Tensor) and value.is_nested:
         return "a nested tensor"
     if not isinstance(value, torch.Tensor):
@@ -54,7 +54,7 @@ def token_bytes(cache: torch.Tensor, name: str = "cache", *, token_format: Token
 
     Args:
         cache: bytes of tokens, each all rows of a token one after the other.
-        name: of the argument, for messages.
+        name: name of the argument, for messages.
         token_format: how many bytes a token has; 656 by default.
 
     Raises:

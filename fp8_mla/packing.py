@@ -1,8 +1,8 @@
 """Quantize latent vectors into tokens of a cache, and read them back.
 
 `pack` defines the quantization rules bit by bit: the append kernel must write equal bytes. The rules in words:
-`docs/users/formats.md`. A packed token is all its rows one after the other; `fp8_mla.pages` puts the rows where a page
-has them.
+`docs/users/formats.md`. A packed token is all its rows one after the other; `fp8_mla.pages` puts the rows to their
+places in a page.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ _UNPACK_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 def _absmax(tiles: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of each quant tile: (..., tiles, elements) float32 -> (..., tiles, 1), finite."""
+    """Returns the largest magnitude of each quant tile: (..., tiles, elements) float32 -> (..., tiles, 1), finite."""
     # A NaN must not decide the scale of its neighbours, and an Inf must leave them a finite one.
     return tiles.abs().nan_to_num(nan=0.0, posinf=_BF16_MAX).amax(dim=-1, keepdim=True)
 
 
 def _divide(x: torch.Tensor, divisor: float) -> torch.Tensor:
-    """True division. On CUDA torch replaces division by a number with multiplication by its reciprocal.
+    """Divides exactly: on CUDA torch would replace division by a number with multiplication by its reciprocal.
 
-    1/448 is no float32: 55% of all bfloat16 magnitudes would get a scale with a wrong last bit.
+    1/448 is not a float32: 55% of all bfloat16 magnitudes would get a scale with a wrong last bit.
     """
     return x / torch.full_like(x, divisor)
 
 
 def _e4m3_codes(scaled: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
-    """Codes as uint8: clamped to +-448 and rounded to nearest even; a NaN of `tiles` is one code."""
+    """Returns codes as uint8: clamped to +-448 and rounded to nearest even; any NaN of `tiles` becomes one code."""
     codes = scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
     return codes.masked_fill(tiles.isnan(), FP8_NAN)
 
 
 def _float32_scales(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, and the largest magnitude over 448 as a float32 scale, which is always positive and finite."""
+    """Returns codes, and the largest magnitude over 448 as a float32 scale, which is always positive and finite."""
     absmax = _absmax(tiles)
     scale = torch.where(absmax == 0, 1.0, _divide(absmax, FP8_MAX).clamp_min(MIN_SCALE))
     return _e4m3_codes(tiles * scale.reciprocal(), tiles), scale
 
 
 def _power_of_two_scales(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, and as scale the least power of two that the largest magnitude does not exceed 448 times, as ue8m0."""
+    """Returns codes and ue8m0 scales: the least power of two not below the largest magnitude over 448."""
     bits = _absmax(tiles).view(torch.int32)
     # 448 is 1.75 x 2^8: a magnitude (1 + m) x 2^e needs 2^(e - 8), or twice that if 1 + m is above 1.75
     above = (bits & 0x7FFFFF) > 0x600000
@@ -69,8 +69,8 @@ def _power_of_two_scales(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _fp4_scales(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, one a byte, and the largest magnitude over 6 as an e4m3 scale."""
-    absmax = tiles.abs().amax(dim=-1, keepdim=True)  # NaN if an element is
+    """Returns codes, one a byte, and the largest magnitude over 6 as an e4m3 scale."""
+    absmax = tiles.abs().amax(dim=-1, keepdim=True)  # NaN if an element is NaN
     unusable = ~(absmax < torch.inf)
     rounded = _divide(absmax.masked_fill(unusable, 0.0), FP4_MAX).clamp(MIN_FP4_SCALE, FP8_MAX).to(torch.float8_e4m3fn)
     quotient = tiles / rounded.float()
@@ -104,7 +104,7 @@ def pack(kv: torch.Tensor, *, token_format: TokenFormat | str = V3_2) -> torch.T
         token_format: a format or its name.
 
     Returns:
-        (..., 656) uint8 on the same device, contiguous; of a format of two rows the data row, then the scale row.
+        (..., 656) uint8 on the same device, contiguous; for a format of two rows the data row, then the scale row.
 
     Raises:
         TypeError: `kv` is not a tensor of one of these dtypes.
@@ -144,7 +144,7 @@ def unpack(
     Args:
         cache: (..., 656) uint8 or float8_e4m3fn, any strides: tokens as `pack` returns them.
         dtype: bfloat16, float32 or float64.
-        token_format: a format or its name. Numbers here are those of the default.
+        token_format: a format or its name. Numbers in this docstring are those of the default.
 
     Returns:
         (..., 576) in `dtype` on the same device, contiguous.
@@ -170,13 +170,13 @@ def unpack(
 
 
 def _write(packed: torch.Tensor, token_format: TokenFormat, field: Field, values: torch.Tensor) -> None:
-    """Puts (..., count) items of the field's width at the field's bytes."""
+    """Writes (..., count) items of the field's width at the field's bytes."""
     start = token_format.start(field)
     packed[..., start : start + field.num_bytes] = values.contiguous().view(torch.uint8)
 
 
 def _values(tokens: torch.Tensor, token_format: TokenFormat, field: Field, dtype: torch.dtype) -> torch.Tensor:
-    """The field's elements of each token, (..., count), exact in float32 and wider types."""
+    """Reads the field's elements of each token, (..., count), exact in float32 and wider types."""
     start = token_format.start(field)
     # a copy: a view in another dtype needs an aligned offset
     chosen = tokens[..., start : start + field.num_bytes].clone(memory_format=torch.contiguous_format)

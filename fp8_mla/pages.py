@@ -1,9 +1,9 @@
 """Rows of tokens in paged memory: views of them, and tokens scattered to slots or gathered from them.
 
-A format of one row a token lies as the cache tensor says: (num_pages, page_size, bytes), bytes of a token adjacent,
-tokens and pages any distance apart. Of a *planar* page the tensor says only where it starts, how many tokens and bytes
-of each it has and how far the next one is: the tokens' data rows come first, then their scale rows, wherever the
-tensor's strides place a token. FlashMLA hands such tensors over; they are taken as they come.
+A token of one row lies where the cache tensor's strides say: (num_pages, page_size, bytes), bytes of a token adjacent,
+tokens and pages any distance apart. For a *planar* page the tensor only tells where it starts, its number of tokens,
+their bytes, and where the next page starts: the tokens' data rows come first, then their scale rows, whatever the
+tensor's other strides are. FlashMLA passes such tensors; they are accepted as they are.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def row_views(
     *,
     name: str = "kv_cache",
 ) -> tuple[torch.Tensor, ...]:
-    """Views of a paged cache, one for each row that a token has, without a copy.
+    """Views a paged cache by the rows of its tokens, without a copy.
 
     Args:
         kv_cache: (num_pages, page_size, bytes) or (num_pages, page_size, 1, bytes), uint8 or float8_e4m3fn; bytes is
             one of the format's `cache_bytes`. `num_pages` may be 0.
         token_format: a format or its name.
-        cache_layout: "planar" or "interleaved" where the format has both; None: planar.
-        name: of the first argument, for messages.
+        cache_layout: "planar" or "interleaved" if the format has both; None: planar.
+        name: name of the first argument, for messages.
 
     Returns:
         A (num_pages, page_size, row_bytes) uint8 tensor for each of the format's `row_bytes`.
@@ -57,13 +57,13 @@ def row_views(
 def check_pages(
     kv_cache: torch.Tensor, token_format: TokenFormat, cache_layout: str | None = None, *, name: str = "kv_cache"
 ) -> tuple[torch.Tensor, PageLayout]:
-    """Check a paged cache, and say where the rows of its pages are.
+    """Check a paged cache, and find where the rows of its pages are.
 
     Arguments and errors are those of `row_views`.
 
     Returns:
-        The cache as (num_pages, page_size, bytes) uint8, and the layout of its pages. Of a planar cache the strides of
-        the last two dimensions mean nothing.
+        The cache as (num_pages, page_size, bytes) uint8, and the layout of its pages. The strides of a planar cache's
+        last two dimensions mean nothing.
     """
     if not isinstance(kv_cache, torch.Tensor) or kv_cache.is_nested or kv_cache.dtype not in CACHE_DTYPES:
         raise TypeError(f"{name}: got {describe(kv_cache)}; needs a tensor of uint8 or float8_e4m3fn")
@@ -81,7 +81,7 @@ def check_pages(
     num_pages, page_size, _ = pages.shape
     chosen = token_format.cache_layouts[0] if cache_layout is None else cache_layout
     if chosen != "planar":
-        token_stride = pages.stride(1) if page_size > 1 else None  # of a single token torch leaves it open
+        token_stride = pages.stride(1) if page_size > 1 else None  # with a single token torch leaves it open
         return pages, token_format.page_layout(page_size, chosen, token_stride=token_stride)
     layout = token_format.page_layout(page_size, chosen)
     needed, apart = layout.page_bytes, pages.stride(0)
@@ -132,7 +132,7 @@ def read_pages(
         kv_cache: as `row_views` takes it.
         slots: int32 or int64 of any shape, ``page * page_size + offset``.
         token_format: a format or its name.
-        cache_layout: "planar" or "interleaved" where the format has both; None: planar.
+        cache_layout: "planar" or "interleaved" if the format has both; None: planar.
 
     Returns:
         (*slots.shape, token_bytes) uint8: all rows of each token, one after the other; zeros for an invalid slot.
@@ -161,11 +161,11 @@ def write_pages(
     """Scatter tokens, as `pack` returns them, into a paged cache, in place.
 
     Args:
-        kv_cache: as `row_views` takes it. Bytes of no row are left alone.
+        kv_cache: as `row_views` takes it. Bytes that belong to no row are left alone.
         slots: int32 or int64 of any shape, ``page * page_size + offset``. A token whose slot is invalid is skipped.
         tokens: (*slots.shape, token_bytes) uint8 or float8_e4m3fn.
         token_format: a format or its name.
-        cache_layout: "planar" or "interleaved" where the format has both; None: planar.
+        cache_layout: "planar" or "interleaved" if the format has both; None: planar.
 
     Raises:
         TypeError: a tensor has another dtype.
@@ -189,7 +189,7 @@ def write_pages(
 
 
 def _overlap(rows: torch.Tensor) -> bool:
-    """Whether two rows of (num_pages, page_size, row_bytes) may share memory."""
+    """Returns whether two rows of (num_pages, page_size, row_bytes) may share memory."""
     reach = rows.shape[2]
     for stride, size in sorted(zip(rows.stride()[:2], rows.shape[:2], strict=True)):
         if size > 1 and stride < reach:
@@ -199,6 +199,6 @@ def _overlap(rows: torch.Tensor) -> bool:
 
 
 def gather(rows: tuple[torch.Tensor, ...], slots: torch.Tensor) -> torch.Tensor:
-    """(n, token_bytes) of (n,) valid slots, out of `row_views`."""
+    """Returns (n, token_bytes) of (n,) valid slots, out of `row_views`."""
     page_size = rows[0].shape[1]
     return torch.cat([row[slots // page_size, slots % page_size] for row in rows], dim=-1)

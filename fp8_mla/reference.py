@@ -1,6 +1,6 @@
 """Decoding attention over a latent cache in plain torch.
 
-It is the oracle of the kernels (float64 over the dequantized cache), and what `mla_fp8_decode` runs on a CPU. It is
+It is the oracle of the kernels (float64 over the dequantized cache), and `mla_fp8_decode` runs it on a CPU. It is
 simple rather than fast: it first lists the keys that a query sees, and reads only their bytes. It never masks by adding
 to a score or multiplying one, so a NaN in any other slot cannot reach the output.
 """
@@ -20,7 +20,7 @@ from fp8_mla.pages import gather, row_views
 from fp8_mla.slots import check_index_tensor, slots_from_block_table, valid_slots
 
 KEYS_PER_CHUNK: Final = 8192
-"""Keys dequantized at a time: 38 MB as float64, plus 8 MB of scores at 128 heads, however long the sequence is."""
+"""Keys that are dequantized at a time: 38 MB as float64, plus 8 MB of scores at 128 heads, for any sequence length."""
 
 
 class _Cache(NamedTuple):
@@ -49,7 +49,7 @@ class _Keys(NamedTuple):
     slots: torch.Tensor
     """(n,) int64: slots of the keys, all valid."""
     counts: list[int]
-    """For each query, how many of the leading slots it sees."""
+    """For each query, the number of leading slots that it sees."""
 
 
 class _WorkItem(NamedTuple):
@@ -68,7 +68,7 @@ class _Selection(NamedTuple):
     topk_length: torch.Tensor | None
 
     def seen(self) -> torch.Tensor:
-        """Which indices count: bool, of their shape."""
+        """Returns which indices count: bool, of their shape."""
         seen = valid_slots(self.indices, self.cache.num_slots)
         if self.topk_length is not None:
             length = self.topk_length if self.topk_length.ndim == 2 else self.topk_length.unsqueeze(1)
@@ -78,7 +78,7 @@ class _Selection(NamedTuple):
 
 
 def _sparse_work(selections: list[_Selection]) -> Iterator[_WorkItem]:
-    """One item per query: each query has its own lists of keys."""
+    """Yields one item per query: each query has its own lists of keys."""
     batch, s_q, _ = selections[0].indices.shape
     seen = [selection.seen() for selection in selections]
     for row in range(batch):
@@ -93,11 +93,11 @@ def _sparse_work(selections: list[_Selection]) -> Iterator[_WorkItem]:
 def _dense_work(
     cache: _Cache, block_table: torch.Tensor, cache_seqlens: torch.Tensor, causal: bool, s_q: int
 ) -> Iterator[_WorkItem]:
-    """One item per sequence: query j sees a prefix of its keys."""
+    """Yields one item per sequence: query j sees a prefix of its keys."""
     page_size = cache.page_size
     capacity = block_table.shape[1] * page_size
     for row, length in enumerate(cache_seqlens.tolist()):
-        seqlen = min(max(length, 0), capacity)  # before any subtraction: kernels have 32 bits
+        seqlen = min(max(length, 0), capacity)  # before any subtraction: kernels use 32 bits
         table, known = block_table[row : row + 1], cache_seqlens[row : row + 1]
         slots = slots_from_block_table(table, known, page_size, num_pages=cache.num_pages, max_tokens=seqlen)[0]
         positions = torch.nonzero(slots >= 0).squeeze(1)
@@ -107,7 +107,7 @@ def _dense_work(
 
 
 def _attend(q: torch.Tensor, keys: list[_Keys], softmax_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention of (queries, h_q, d_qk) over gathered keys, cache by cache and chunk by chunk.
+    """Computes softmax attention of (queries, h_q, d_qk) to gathered keys, cache by cache and chunk by chunk.
 
     Returns out (queries, h_q, d_v) and lse (queries, h_q); 0 and -inf where a query has no key.
     """
@@ -139,7 +139,7 @@ def _attend(q: torch.Tensor, keys: list[_Keys], softmax_scale: float) -> tuple[t
 
 
 def _apply_sink(out: torch.Tensor, lse: torch.Tensor, s_aux: torch.Tensor) -> torch.Tensor:
-    """Add the sink to the denominator: multiply by exp(lse) / (exp(lse) + exp(s_aux)). Rows without keys stay 0."""
+    """Adds the sink to the denominator: multiplies by exp(lse) / (exp(lse) + exp(s_aux)). Rows without keys stay 0."""
     factor = torch.sigmoid(lse - s_aux.to(lse.dtype))
     return torch.where((lse == -torch.inf).unsqueeze(-1), out, out * factor.unsqueeze(-1))
 
@@ -187,7 +187,7 @@ def _last_dimension(name: str, cache: torch.Tensor) -> int:
 def _selection(
     q: torch.Tensor, cache: _Cache, indices: torch.Tensor, topk_length: torch.Tensor | None, *, extra: str = ""
 ) -> _Selection:
-    """Check the indices into one cache; `extra` is what their names begin with."""
+    """Checks the indices into one cache; `extra` begins their arguments' names."""
     batch, s_q = q.shape[:2]
     check_same_device(f"{extra}indices", indices, q.device)
     check_same_device(f"{extra}topk_length", topk_length, q.device)
@@ -208,7 +208,7 @@ def _list_work(
     causal: bool,
     extra: _Selection | None,
 ) -> Iterator[_WorkItem]:
-    """Check that keys are given either by indices or by a block table, and list them."""
+    """Checks that keys are given either by indices or by a block table, and lists them."""
     batch, s_q = q.shape[:2]
     named = {
         "indices": indices,
@@ -262,7 +262,7 @@ def reference_decode(
     extra_topk_length: torch.Tensor | None = None,
     extra_cache_format: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a few queries over one paged latent cache, sparse or dense, or over two, sparse.
+    """Compute attention of a few queries over one paged latent cache, sparse or dense, or over two, sparse.
 
     Sparse: `indices` names the keys of each query. Dense: `block_table` and `cache_seqlens` name the keys of each
     sequence. Keys that do not exist are skipped and their bytes never matter: an index that is negative or not below
@@ -287,12 +287,12 @@ def reference_decode(
         dtype: torch.float64 or torch.float32, of the computation and the results.
         cache_format: a key of `fp8_mla.FORMATS`, or a format. None: what the bytes of a token and d_qk say; for 528
             bytes they say too little.
-        cache_layout: "planar" or "interleaved", of both caches, where their formats have both. None: planar.
+        cache_layout: "planar" or "interleaved", for both caches, if their formats have both. None: planar.
         extra_kv_cache: a second cache, as `kv_cache`, with a page size of its own. The formats are one of
             `fp8_mla.formats.PAIRS`.
         extra_indices: (batch, s_q, extra_topk), as `indices`: slots of the second cache.
         extra_topk_length: as `topk_length`.
-        extra_cache_format: as `cache_format`. None: what pairs with the first format and has as many bytes.
+        extra_cache_format: as `cache_format`. None: the format that pairs with the first and has this many bytes.
 
     Returns:
         out (batch, s_q, h_q, 512) and lse (batch, s_q, h_q), both in `dtype`. The lse is in natural log and without the

@@ -1,4 +1,4 @@
-"""From a token's place in its sequence to its place in the cache.
+"""Translates a token's place in its sequence to its place in the cache.
 
 A *position* counts the tokens of one sequence from 0. A *slot* counts the tokens of the whole paged cache:
 ``slot = page * page_size + offset``. A sequence's row of the block table names its pages in order, so position ``p`` is
@@ -17,7 +17,7 @@ import torch
 from fp8_mla.layout import describe
 
 INVALID_SLOT: Final = -1
-"""The slot that the functions here write where there is no token."""
+"""The slot that the functions here write if there is no token."""
 
 INDEX_DTYPES: Final = (torch.int32, torch.int64)
 INT64_MAX: Final = 2**63 - 1
@@ -35,7 +35,7 @@ def check_index_tensor(name: str, tensor: torch.Tensor, shape: tuple[int | None,
 
 
 def valid_slots(slots: torch.Tensor, num_slots: int) -> torch.Tensor:
-    """Mask of the slots that are valid in a cache of ``num_slots = num_pages * page_size`` tokens; bool, same shape."""
+    """Returns a mask of the slots that are valid in a cache of ``num_slots = num_pages * page_size`` tokens; bool."""
     return (slots >= 0) & (slots < num_slots)
 
 

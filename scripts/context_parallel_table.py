@@ -1,11 +1,11 @@
-"""Context parallelism: what ranks took, and eight GPUs with a million tokens on paper.
+"""Context parallelism: times of ranks, and a prediction for eight GPUs with a million tokens.
 
     python scripts/context_parallel_table.py            print the tables that scripts/results_table.py puts into pages
     torchrun --nproc-per-node 2 scripts/context_parallel_table.py --measure build/ranks.json
 
 The second one measures on GPUs of one host. Records are copied by hand: cp build/ranks.json results/ranks/h100_x2.json
 
-Decode times on paper are those of the cycle budget (docs/maintainers/budget.md).
+Predicted decode times are those of the cycle budget (docs/maintainers/budget.md).
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ Record = Mapping[str, Any]
 
 
 def records() -> list[dict[str, Any]]:
-    """What was measured, by name of its file."""
+    """Returns the records, by name of their files."""
     return [
         json.loads(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "results" / "ranks").glob("*.json"))
     ]
 
 
 def measured(record: Record) -> list[str]:
-    """Lines of markdown: whole decodes, then exchanges and merges by themselves."""
+    """Returns lines of markdown: whole decodes, then only exchanges and merges."""
     ranks, link = record["ranks"], record["link"]
     papers = [bench_ranks.exchange_of(case["batch"], case["heads"], ranks) for case in record["exchanges"]]
     decodes = [
@@ -89,7 +89,7 @@ def measured(record: Record) -> list[str]:
 
 
 def speeds(found: Sequence[Record]) -> list[str]:
-    """One table: how many times as fast as one GPU the ranks of each record decode, either way."""
+    """Makes one table: how many times as fast as one GPU the ranks of each record decode, either way."""
     header, rows = ["decode, batch x tokens"], dict[str, list[str]]()
     for record in found:
         host = f"{record['ranks']} x {card_slug(record['card']).upper()}"
@@ -105,18 +105,18 @@ def speeds(found: Sequence[Record]) -> list[str]:
 
 
 def mla_us(batch: int, keys: int) -> float:
-    """Microseconds of `mla_fp8_decode` over the 656-byte format, 128 heads."""
+    """Predicts microseconds of `mla_fp8_decode` over the 656-byte format, 128 heads."""
     return budget.predict_mla(mla.MlaCase("dense", batch, MLA_HEADS, 1, keys)).us
 
 
 def gqa_us(batch: int, keys: int) -> float:
-    """Microseconds of `gqa_decode` over INT8 with a scale for each token and head."""
+    """Predicts microseconds of `gqa_decode` over INT8 with a scale for each token and head."""
     sizes: dict[str, Any] = {"page_size": 64, "h_q": GQA_HEADS, "h_kv": GQA_KV_HEADS, "d": GQA_D}
     return budget.predict_gqa(gqa.GqaDecodeCase(batch, keys, "per_token_head", "paged_NHD", **sizes)).us
 
 
 def on_paper() -> list[str]:
-    """Lines of markdown: eight GPUs and a million tokens, and where "gather" and "scatter" cross."""
+    """Returns lines of markdown: eight GPUs and a million tokens, and where "gather" and "scatter" cross."""
     header = (
         "cache", "batch", "one GPU, us", "8 GPUs, decode", "exchange: gather", "scatter", "q and scatter", "gather by",
         "all: gather", "scatter", "binds", "speed-up: gather", "scatter",

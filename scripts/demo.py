@@ -1,9 +1,9 @@
 """The main job on a real model's attention: a DeepSeek-V3.2 layer decodes its next tokens from an FP8 cache.
 
-Runs text through a DeepSeek-V3.2 attention layer of `transformers` (random weights, nothing is downloaded), packs its
-compressed latents into a paged cache of 656 bytes a token, decodes the last tokens again with `mla_fp8_decode`, sparse
-over what the layer's own indexer picks and dense over all, and prints how far that is from what the layer said. Then
-the indexer's keys lie in a cache of 132 bytes a token, and `index_decode` picks.
+It runs text through a DeepSeek-V3.2 attention layer of `transformers` (random weights, nothing is downloaded), packs
+its compressed latents into a paged cache of 656 bytes a token, and decodes the last tokens again with `mla_fp8_decode`,
+sparse over the keys that the layer's own indexer picks and dense over all keys. It prints the distance from the layer's
+own output. Then the indexer's keys go into a cache of 132 bytes a token, and `index_decode` picks.
 
 On an SM90 GPU the kernel runs at the model's full size; elsewhere the torch reference runs with fewer heads.
 """
@@ -48,8 +48,8 @@ DEFAULT_PROMPT = ROOT / "LICENSE"
 MODEL_HEADS, MODEL_TOPK = 128, 2048
 BF16_BYTES = 2 * fp8_mla.QK_DIM
 MIN_SHARE = 0.9
-"""Of the layer's own keys among those of `index_decode`. FP8 queries and keys order them otherwise near the last one:
-96 to 98% of 2,048 of 16,384 are the same."""
+"""Least share of the layer's own keys among those of `index_decode`. FP8 queries and keys order keys near the last one
+differently: 96 to 98% of 2,048 of 16,384 are the same."""
 # The context extension of the released model. It changes the frequencies and, through mscale, the softmax scale.
 ROPE = {
     "rope_type": "yarn",
@@ -65,7 +65,7 @@ ROPE = {
 
 @dataclass(frozen=True)
 class Size:
-    """What is scaled down where there is no GPU. All else has the dimensions of DeepSeek-V3.2."""
+    """Sizes that are smaller without a GPU. All others are those of DeepSeek-V3.2."""
 
     heads: int
     index_topk: int
@@ -83,7 +83,7 @@ CPU = Size(heads=16, index_topk=512, prompt_tokens=1536, sequences=2)
 
 
 class Trace(NamedTuple):
-    """One sequence through the layer, float32. n: the last tokens, those that are decoded; s: all tokens."""
+    """One sequence through the layer, float32. n: number of last tokens, which are decoded; s: number of all tokens."""
 
     out: torch.Tensor
     """(n, hidden): the layer's own output."""
@@ -96,7 +96,7 @@ class Trace(NamedTuple):
     index_query: torch.Tensor
     """(n, index heads, 128): the indexer's queries."""
     index_weights: torch.Tensor
-    """(n, index heads): what their products are weighed by."""
+    """(n, index heads): weights of the products of these queries."""
     index_keys: torch.Tensor
     """(s, 128): the indexer's keys."""
 
@@ -104,9 +104,9 @@ class Trace(NamedTuple):
 class Choice(NamedTuple):
     """The keys that `index_decode` picks in place of the layer's own indexer.
 
-    share  of the layer's keys that are among them
-    error  of `mla_fp8_decode` over them, at the layer's output
-    ms     of `index_decode` alone
+    share  share of the layer's keys that are among them
+    error  error of `mla_fp8_decode` over them, at the layer's output
+    ms     milliseconds of `index_decode` alone
     """
 
     share: float
@@ -155,7 +155,7 @@ class Layer:
         self.softmax_scale = float(self.attention.scaling)
 
     def __call__(self, text: bytes, *, sparse: bool) -> Trace:
-        """Run `text` through the layer; not `sparse` makes its indexer pick every token."""
+        """Runs `text` through the layer; unless `sparse`, its indexer picks every token."""
         hidden = embed(text, self.embedding)
         tokens = hidden[0]
         positions = torch.arange(len(tokens), device=tokens.device).unsqueeze(0)
@@ -199,7 +199,7 @@ class Layer:
         )
 
     def project(self, latent_out: torch.Tensor) -> torch.Tensor:
-        """Attention's result in the latent space, (n, heads, 512), to the layer's output (n, hidden)."""
+        """Projects attention's result in the latent space, (n, heads, 512), to the layer's output (n, hidden)."""
         values = torch.einsum("nhc,hvc->nhv", latent_out.float(), self.value_up)
         return self.attention.o_proj(values.flatten(1))
 
@@ -207,13 +207,13 @@ class Layer:
 def attend(
     query: torch.Tensor, latents: torch.Tensor, picked: torch.Tensor | None, softmax_scale: float
 ) -> torch.Tensor:
-    """Plain attention of a sequence's last tokens, in float32 math over latents of any dtype: (n, heads, 512).
+    """Computes plain attention of a sequence's last tokens, in float32 over latents of any dtype: (n, heads, 512).
 
     Args:
         query: (n, heads, 576).
         latents: (s, 576).
-        picked: (n, topk) int, positions that each token may see. None: all that do not lie ahead.
-        softmax_scale: multiplies the scores.
+        picked: (n, topk) int, positions that each token may see. None: all positions up to its own.
+        softmax_scale: factor of the scores.
     """
     n, s = len(query), len(latents)
     seen = torch.ones(n, s, dtype=torch.bool, device=latents.device).tril(s - n)
@@ -226,7 +226,7 @@ def attend(
 
 
 def measure(layer: Layer, traces: list[Trace], cache: PagedCache, *, sparse: bool) -> Report:
-    """Attend in the four ways of `Report`."""
+    """Attends in the four ways of `Report`."""
     scale = layer.softmax_scale
     want = torch.cat([trace.out for trace in traces])
     query = torch.stack([trace.query for trace in traces])
@@ -258,7 +258,7 @@ def measure(layer: Layer, traces: list[Trace], cache: PagedCache, *, sparse: boo
 
 
 def choose(layer: Layer, traces: list[Trace], cache: PagedCache, topk: int) -> Choice:
-    """Index and attend: keys of the indexer in pages of their own, which the block table of the latents names."""
+    """Indexes and attends: keys of the indexer are in pages of their own, with the same block table as the latents."""
     page_size, device = cache.pages.shape[1], cache.pages.device
     keys = torch.full((len(cache.pages), page_size, 132), 0xFF, dtype=torch.uint8, device=device)
     slots = fp8_mla.slots_from_block_table(cache.block_table, cache.seqlens, page_size)
@@ -284,7 +284,7 @@ def choose(layer: Layer, traces: list[Trace], cache: PagedCache, topk: int) -> C
 
 @torch.no_grad()
 def run(size: Size, text: bytes, device: torch.device) -> Found:
-    """Decode the last tokens of a few sequences cut from `text`, sparse and dense."""
+    """Decodes the last tokens of a few sequences cut from `text`, sparse and dense."""
     layer = Layer(size, device)
     texts = batch_of(text, size.prompt_tokens + size.next_tokens, size.sequences)
     traces = {mode: [layer(part, sparse=mode == "sparse") for part in texts] for mode in ("sparse", "dense")}
@@ -294,7 +294,7 @@ def run(size: Size, text: bytes, device: torch.device) -> Found:
 
 
 def choose_size() -> tuple[Size, torch.device, str]:
-    """The size to run, where, and why, in words."""
+    """Returns the size to run, the device, and in words the reason."""
     found = "torch finds no CUDA GPU"
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
@@ -310,7 +310,7 @@ def choose_size() -> tuple[Size, torch.device, str]:
 
 
 def second_page(size: Size, text: bytes, device: torch.device) -> list[str]:
-    """Two caches in one softmax, where this version of transformers has DeepSeek-V4; what is wrong, in words."""
+    """Runs two caches in one softmax, if transformers has DeepSeek-V4; returns in words what is wrong."""
     try:
         from scripts import demo_v4
     except ImportError as error:
@@ -320,7 +320,7 @@ def second_page(size: Size, text: bytes, device: torch.device) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the demo; 1 if a result is not what its roundings explain."""
+    """Runs the demo; 1 if an error is larger than its roundings explain."""
     parser = argparse.ArgumentParser(description="Decode the next tokens of a DeepSeek-V3.2 attention layer.")
     parser.add_argument("--prompt", type=Path, default=DEFAULT_PROMPT, help="a text file (default: the licence)")
     prompt = parser.parse_args(arguments).prompt

@@ -1,4 +1,4 @@
-"""What the pages of the demo share: embedded text, paged caches, errors, times and tables."""
+"""Helpers of the demo's pages: embedded text, paged caches, errors, times and tables."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ import fp8_mla
 from cute_kernels import mla_fp8_append
 
 EXACT_LIMIT = 2e-5
-"""Float32 sums of up to 512 x 128 products: a wrong absorption is off by the order of 1."""
+"""Limit for float32 sums of up to 512 x 128 products: a wrong absorption is off by the order of 1."""
 
 
 def byte_tables(hidden: int, generator: torch.Generator) -> torch.Tensor:
-    """Tables of `embed`, (4, 256, hidden).
+    """Makes the tables of `embed`, (4, 256, hidden).
 
-    A token is its byte and the three before it, so that the same letter is not the same key everywhere.
+    A token is its byte and the three before it, so that the same letter has different keys at different places.
     """
     return torch.randn(4, 256, hidden, generator=generator) / 2
 
 
 def embed(text: bytes, tables: torch.Tensor) -> torch.Tensor:
-    """(1, len(text), hidden): a vector for each byte of a text and those before it."""
+    """Returns (1, len(text), hidden): a vector for each byte of a text and the three before it."""
     tokens = torch.tensor(list(text), device=tables.device)
     history = torch.nn.functional.pad(tokens, (len(tables) - 1, 0)).unfold(0, len(tables), 1)
     return torch.stack([table[column] for table, column in zip(tables, history.T, strict=True)]).sum(0).unsqueeze(0)
@@ -36,7 +36,7 @@ def embed(text: bytes, tables: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def outputs_of(module: torch.nn.Module, *names: str) -> Iterator[dict[str, Any]]:
-    """Collect what the named submodules return while the context is open."""
+    """Collects the outputs of the named submodules while the context is open."""
     seen: dict[str, Any] = {}
 
     def keep(name: str) -> Callable[..., None]:
@@ -66,7 +66,7 @@ class PagedCache:
         appended: int,
         token_format: fp8_mla.TokenFormat = fp8_mla.V3_2,
     ) -> PagedCache:
-        """Pack sequences of (s, d_qk) latents; the last `appended` tokens of each go through `mla_fp8_append`."""
+        """Packs sequences of (s, d_qk) latents; the last `appended` tokens of each go through `mla_fp8_append`."""
         device = sequences[0].device
         lengths = [len(latents) for latents in sequences]
         page_counts = [-(-length // page_size) for length in lengths]
@@ -91,9 +91,9 @@ class PagedCache:
         return cache
 
     def slots_of(self, picked_by_row: list[torch.Tensor]) -> torch.Tensor:
-        """Slots (batch, n, topk) int32 of the positions (n, topk) that the indexer picked for each row's last n tokens.
+        """Returns slots (batch, n, topk) int32 of the positions (n, topk) picked for each row's last n tokens.
 
-        Where it has fewer tokens to choose from than it must pick, it also names ones that lie ahead: those become -1.
+        If there are fewer tokens to choose from than it must pick, it also names later tokens: those become -1.
         """
         # Transposed, because padding goes to the first dimension.
         picked = pad_sequence([row.T for row in picked_by_row], True, fp8_mla.INVALID_SLOT).mT
@@ -103,7 +103,7 @@ class PagedCache:
         return self.slots_at(torch.where(picked <= newest, picked, fp8_mla.INVALID_SLOT))
 
     def slots_at(self, positions: torch.Tensor) -> torch.Tensor:
-        """Slots (batch, n, any) int32 of positions of the same shape; -1 where there is no token."""
+        """Returns slots (batch, n, any) int32 of positions of the same shape; -1 where there is no token."""
         slots = fp8_mla.slots_from_positions(
             positions, self.block_table, self.pages.shape[1], cache_seqlens=self.seqlens, num_pages=len(self.pages)
         )
@@ -111,12 +111,12 @@ class PagedCache:
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Norm of the difference over the norm of `want`."""
+    """Returns the norm of the difference over the norm of `want`."""
     return float((got - want).norm() / want.norm())
 
 
 def milliseconds(call: Callable[[], object], device: torch.device) -> float:
-    """Time of one call: on a GPU the mean of 20 in a row after 3 others, on a CPU the best of 3."""
+    """Returns the time of one call: on a GPU the mean of 20 in a row after 3 others, on a CPU the best of 3."""
     if device.type == "cuda":
         for _ in range(3):
             call()
@@ -136,7 +136,7 @@ def milliseconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 class Cell(NamedTuple):
-    """One way to attend: relative norm of its error at the layer's output, and its time."""
+    """A way to attend: relative norm of its error at the layer's output, and its time."""
 
     error: float
     ms: float
@@ -146,9 +146,9 @@ class Cell(NamedTuple):
 class Report:
     """Ways to attend to the same keys, from exact to quantized.
 
-    exact      plain torch over float32 keys: shows that queries and keys are the layer's
-    bf16       plain torch over bfloat16 keys and queries: what is given up without any FP8
-    reference  by format, `fp8_mla.reference_decode` of float32 queries over the cache: quantization alone
+    exact      plain torch over float32 keys: shows that queries and keys equal the layer's
+    bf16       plain torch over bfloat16 keys and queries: the loss without any FP8
+    reference  by format, `fp8_mla.reference_decode` of float32 queries over the cache: the loss by quantization alone
     decode     by format, `mla_fp8_decode` over the cache
     """
 
@@ -158,7 +158,7 @@ class Report:
     decode: dict[str, Cell] = field(default_factory=dict)
 
     def failures(self, name: str) -> list[str]:
-        """What is wrong, in words; empty when all is well."""
+        """Returns in words what is wrong; empty when all is well."""
         found = []
         if not self.exact.error <= EXACT_LIMIT:
             found.append(f"{name}: keys miss the layer's output by {self.exact.error:.1e}, over {EXACT_LIMIT:.0e}")
@@ -184,6 +184,6 @@ class Report:
 
 
 def batch_of(text: bytes, total: int, sequences: int) -> list[bytes]:
-    """Sequences cut from a text: different beginnings and ragged lengths, as in a server's batch."""
+    """Cuts sequences from a text: different beginnings and ragged lengths, as in a server's batch."""
     text *= -(-2 * total // len(text))
     return [text[31 * row : 25 * row + total] for row in range(sequences)]

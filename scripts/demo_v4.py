@@ -1,8 +1,8 @@
 """The second page of the demo: layers of DeepSeek-V4 decode from a window and a compressed cache in one softmax.
 
-Runs text through two attention layers of `transformers` (random weights): one whose indexer picks from a cache that is
-compressed 4 to 1, one that sees all of a cache that is compressed 128 to 1. Their keys go into paged caches, in V4's
-format and in V4.1's with its fp4, and the last tokens are decoded again with one call of `mla_fp8_decode` each.
+It runs text through two attention layers of `transformers` (random weights): one whose indexer picks from a cache that
+is compressed 4 to 1, and one that sees all of a cache that is compressed 128 to 1. Their keys go into paged caches, in
+V4's format and in V4.1's with its fp4, and one call of `mla_fp8_decode` each decodes the last tokens again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Kind(NamedTuple):
     layer_type: str
     ratio: int
     page_size: int
-    """Of the compressed cache."""
+    """Page size of the compressed cache."""
 
 
 KINDS = (Kind("compressed_sparse_attention", 4, 16), Kind("heavily_compressed_attention", 128, 2))
@@ -52,7 +52,7 @@ KINDS = (Kind("compressed_sparse_attention", 4, 16), Kind("heavily_compressed_at
 
 @dataclass(frozen=True)
 class Size:
-    """What is scaled down where there is no GPU. A key has 512 elements, a window 128 tokens, as the model's."""
+    """Sizes that are smaller without a GPU. As in the model, a key has 512 elements and a window 128 tokens."""
 
     heads: int = 64
     hidden: int = 4096
@@ -73,18 +73,18 @@ CPU = Size(
 
 
 class Trace(NamedTuple):
-    """One sequence through the layer, float32. n: the last tokens, those that are decoded; s: all tokens."""
+    """One sequence through the layer, float32. n: number of last tokens, which are decoded; s: number of all tokens."""
 
     out: torch.Tensor
     """(n, hidden): the layer's own output."""
     query: torch.Tensor
-    """(n, heads, 512)."""
+    """(n, heads, 512): queries."""
     window: torch.Tensor
     """(s, 512): keys of the tokens."""
     compressed: torch.Tensor
     """(t, 512): keys of the compressed cache."""
     picked: torch.Tensor
-    """(n, t) bool: which of them a token sees."""
+    """(n, t) bool: which compressed keys a token sees."""
 
 
 class Layer:
@@ -124,7 +124,7 @@ class Layer:
         return cos, sin
 
     def __call__(self, text: bytes) -> Trace:
-        """Run `text` through the layer."""
+        """Runs `text` through the layer."""
         hidden, n = embed(text, self.embedding), self.size.next_tokens
         length = hidden.shape[1]
         rope = self._rope(length, hidden)
@@ -151,7 +151,7 @@ class Layer:
         )
 
     def project(self, attended: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        """Attention's result (batch, n, heads, 512) to the layer's output (batch * n, hidden)."""
+        """Projects attention's result (batch, n, heads, 512) to the layer's output (batch * n, hidden)."""
         projected = []
         for latent, length in zip(attended.float(), lengths, strict=True):
             cos, sin = (values[:, -len(latent) :] for values in self._rope(length, latent))
@@ -163,7 +163,7 @@ class Layer:
 
 
 def attend(trace: Trace, query: torch.Tensor, sinks: torch.Tensor, window: int, dtype: torch.dtype) -> torch.Tensor:
-    """Plain attention of a sequence's last tokens in float32 math over keys of any dtype: (n, heads, 512)."""
+    """Computes plain attention of a sequence's last tokens in float32 over keys of any dtype: (n, heads, 512)."""
     n, length = len(query), len(trace.window)
     keys = torch.cat([trace.window, trace.compressed]).to(dtype).float()
     age = torch.arange(length - n, length, device=keys.device)[:, None] - torch.arange(length, device=keys.device)
@@ -177,12 +177,12 @@ def attend(trace: Trace, query: torch.Tensor, sinks: torch.Tensor, window: int, 
 def caches_of(
     traces: list[Trace], kind: Kind, size: Size, pair: tuple[fp8_mla.TokenFormat, fp8_mla.TokenFormat]
 ) -> tuple[PagedCache, dict[str, Any]]:
-    """The paged window, and all other arguments that a decode of both caches takes."""
+    """Returns the paged window, and all other arguments that a decode of both caches takes."""
     window = PagedCache.of([trace.window for trace in traces], WINDOW_PAGE, size.next_tokens, pair[0])
     far = PagedCache.of([trace.compressed for trace in traces], kind.page_size, 1, pair[1])
     ages = torch.arange(size.window - 1, -1, -1, device=window.seqlens.device)
     newest = torch.arange(-size.next_tokens, 0, device=ages.device) + window.seqlens.long().view(-1, 1)
-    # Where a token sees fewer entries than another, the rest of its row is -1. Transposed, as padding goes first.
+    # If a token sees fewer entries than another, the rest of its row is -1. Transposed, as padding goes first.
     entries = [
         torch.where(trace.picked, torch.arange(trace.picked.shape[1], device=ages.device), fp8_mla.INVALID_SLOT)
         for trace in traces
@@ -200,9 +200,9 @@ def caches_of(
 
 @torch.no_grad()
 def run(kind: Kind, size: Size, text: bytes, device: torch.device) -> tuple[Report, int]:
-    """Decode the last tokens of a few sequences cut from `text`, in plain torch and over the caches of each pair.
+    """Decodes the last tokens of a few sequences cut from `text`, in plain torch and over the caches of each pair.
 
-    The second result is how many keys a token sees at most.
+    It also returns the largest number of keys that a token sees.
     """
     layer = Layer(kind, size, device)
     traces = [layer(part) for part in batch_of(text, size.prompt_tokens + size.next_tokens, size.sequences)]
@@ -229,7 +229,7 @@ def run(kind: Kind, size: Size, text: bytes, device: torch.device) -> tuple[Repo
 
 
 def page(size: Size, text: bytes, device: torch.device) -> list[str]:
-    """Print the page; returns what is wrong, in words."""
+    """Prints the page; returns in words what is wrong."""
     print(
         f"\nLayers: DeepSeek-V4 attention with random weights, {size.heads} heads; a window of {size.window} tokens "
         f"and a\n        compressed cache in one softmax, with learned sinks; {size.sequences} sequences of about "

@@ -1,18 +1,18 @@
 """Random calls of all public operators: valid ones against float64 and each other, invalid ones against their refusal.
 
-    python scripts/fuzz.py                         100,000 calls and 20,000 invalid ones; fewer where there is no GPU
+    python scripts/fuzz.py                         100,000 calls and 20,000 invalid ones; fewer without a GPU
     python scripts/fuzz.py --first-round 100000    other calls
     python scripts/fuzz.py --only sink_gradients --calls 20000      calls of one kind
     python scripts/fuzz.py --round 4711            a round again, in this process
     python scripts/fuzz.py --round 4711 --shrink   the simplest call that is wrong alone, if one of the round is
 
-A round draws its calls out of `bench.fuzzing.strategies`; its seed names them exactly on one kind of device. Each valid
-call is made alone into poisoned outputs and a few of its rows are held to the float64 oracle (appends: all bytes to the
-packing in plain torch). Then seven threads of each worker process, with streams of their own, make the calls of a round
-in random order and in all modes, eagerly and as replays of CUDA graphs, and all bits must be those of the first call.
-Invalid calls are those of `tests.kit.bad_input`. Kernels are compiled before, from a fixed list of specifications.
+A round draws its calls from `bench.fuzzing.strategies`; its seed determines them exactly on one kind of device. Each
+valid call is made alone into poisoned outputs, and a few of its rows are compared with the float64 oracle (appends: all
+bytes with the packing in plain torch). Then seven threads of each worker process, with streams of their own, make the
+calls of a round in random order and in all modes, eagerly and as replays of CUDA graphs, and all bits must equal the
+first call's. Invalid calls come from `tests.kit.bad_input`. Kernels are compiled before, from a fixed list of specs.
 
-Exit status 1 when anything was wrong, a call found no memory, a worker died, or fewer calls were made than asked for.
+Exit status 1 if anything was wrong, a call found no memory, a worker died, or fewer calls than requested were made.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from cute_kernels.runtime.compile import precompile  # noqa: E402
 
 CALLS_OF_ROUND: Final = 48
 TURNS: Final = {"cuda": 300, "cpu": 3}
-"""Of each of seven threads in a round: on a GPU about 50 calls for each one that the oracle checks."""
+"""Turns of each of seven threads in a round: on a GPU about 50 calls for each one that the oracle checks."""
 SHOWN: Final = 20
 LINE_S: Final = 10.0
-"""Between two lines of progress."""
+"""Seconds between two lines of progress."""
 RESULT: Final = ROOT / "build" / "fuzz.json"
 
 
 class Plan(NamedTuple):
-    """What to make.
+    """The calls to make.
 
-    calls        valid calls, at least
-    invalid      invalid calls, at least
-    workers      processes; 0: this one
-    first_round  disjoint runs need disjoint rounds
-    only         the one of `strategies.MAKERS` whose calls they are
+    calls        least number of valid calls
+    invalid      least number of invalid calls
+    workers      number of processes; 0: this one
+    first_round  number of the first round; disjoint runs need disjoint rounds
+    only         the one of `strategies.MAKERS` that makes the calls
     """
 
     calls: int
@@ -68,20 +68,20 @@ PLANS: Final = {
     ("cpu", False): Plan(600, 3000, workers=2),
     ("cpu", True): Plan(60, 256, workers=0),
 }
-"""By device, and whether the run is a short one."""
+"""Default plans, by device and whether the run is a short one."""
 
 
 def rounds_of(plan: Plan, device: torch.device) -> Iterator[Work]:
-    """The rounds of a plan, which have at least its calls together."""
+    """Yields the rounds of a plan, which together have at least its calls."""
     turns = TURNS[device.type]
-    rounds = max(1, -(-plan.calls // (CALLS_OF_ROUND + turns * (THREADS + 1))))  # a replay is one call at least
+    rounds = max(1, -(-plan.calls // (CALLS_OF_ROUND + turns * (THREADS + 1))))  # a replay has at least one call
     invalid = -(-plan.invalid // rounds)
     for number in range(rounds):
         yield Work(plan.first_round + number, CALLS_OF_ROUND, invalid, turns, plan.only)
 
 
 def run(plan: Plan, device: torch.device) -> dict[str, Any]:
-    """Compiles what is missing, makes all calls and returns the result: counts, rounds, and what was wrong."""
+    """Compiles missing kernels, makes all calls and returns the result: counts, rounds, and what was wrong."""
     specs = strategies.kernel_specs()
     if device.type == "cuda":
         precompile(specs)
@@ -121,25 +121,25 @@ def _counts(done: Outcome) -> str:
 
 
 def short(first_round: int = 0) -> dict[str, Any]:
-    """The short form, for checks that have more to do."""
+    """Runs the short form, for checks that have more to do."""
     device = default_device()
     return run(PLANS[device.type, True]._replace(first_round=first_round), device)
 
 
 def sound(result: dict[str, Any], plan: Plan) -> bool:
-    """Whether nothing was wrong and all was made that was asked for."""
+    """Returns whether nothing was wrong and all requested calls were made."""
     enough = result["calls"] >= plan.calls and result["invalid_calls"] >= plan.invalid
     return enough and not any(result[name] for name in ("wrong", "faults", "out_of_memory"))
 
 
 def default_device() -> torch.device:
-    """The GPU if it is an SM90, else the CPU."""
+    """Returns the GPU if it is an SM90, else the CPU."""
     usable = torch.cuda.is_available() and is_sm90(torch.device("cuda"))
     return torch.device("cuda", torch.cuda.current_device()) if usable else torch.device("cpu")
 
 
 def show_result(result: dict[str, Any]) -> None:
-    """The counts, and below them what was wrong with the commands that make it again."""
+    """Prints the counts, then what was wrong, with commands that repeat it."""
     print(", ".join(f"{key} {value}" for key, value in result.items() if key not in ("findings", "fault_reports")))
     only = f" --only {result['only']}" if "only" in result else ""
     for finding in result["findings"][:SHOWN]:
@@ -150,7 +150,7 @@ def show_result(result: dict[str, Any]) -> None:
 
 
 def again(seed: int, device: torch.device, only: str | None, simplest: bool) -> int:
-    """Makes a round again, or looks for the simplest wrong call; how many findings there are."""
+    """Makes a round again, or looks for the simplest wrong call; returns the number of findings."""
     work = Work(seed, CALLS_OF_ROUND, turns=TURNS[device.type], only=only)
     if simplest:
         shrink(work, device)

@@ -7,9 +7,9 @@
     python scripts/gpu_check.py --merge results/h100.jsonl build/gpu_check_*.jsonl      one of parts; needs no GPU
 
 A case whose check fails is recorded with its errors and without a speed. A run that leaves something out is written
-below build/, not over the record, unless --out says where; `--merge` joins such parts, of which a later one replaces
-the cases of an earlier one. Exit status 1 when a test or a check failed, a sanitizer found something or did not run,
-or a case misses what it must reach. The last lines say which, and what was left out.
+below build/, not over the record, unless --out says where; `--merge` joins such parts, and cases of a later part
+replace those of an earlier one. Exit status 1 when a test or a check failed, a sanitizer found something or did not
+run, or a case misses a required figure. The last lines say which, and what was left out.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ SECTIONS: Final = {
 }
 TESTS_TIMEOUT_S: Final = 540.0  # 260 s on a usual host, 400 on the slowest so far
 SHARDS: Final = 14
-"""Processes of each GPU that share the tests: most of a test is work of the host. Their largest need 8 GB each."""
+"""Processes of each GPU that share the tests: most of a test is work of the host. The largest need 8 GB each."""
 STUCK_S: Final = 90
-"""After which a test that is still running says where: one that waits for the GPU for ever has nothing else to say."""
+"""Seconds after which a running test prints its stack: one that waits for the GPU for ever can say nothing else."""
 SHORT_FUZZ_ROUND: Final = 10**6
-"""Far from the rounds that `scripts/fuzz.py` begins with."""
+"""A round far from the first ones of `scripts/fuzz.py`."""
 NOT_RUN: Final = {"passed": None, "failed": None, "skipped": None}
 
 
@@ -70,8 +70,8 @@ NOT_RUN: Final = {"passed": None, "failed": None, "skipped": None}
 def run_tests(seconds: float, shards: int | None = None, quiet_is_over: Callable[[], object] = lambda: None) -> Record:
     """Runs tests/gpu and counts: one process compiles, one runs tests that measure time, then several share the rest.
 
-    What has not come to its end after `seconds` is stopped, and is a failure. `quiet_is_over` is called when nothing
-    measures time any more.
+    Tests that have not ended after `seconds` are stopped, and fail. `quiet_is_over` is called once no test measures
+    time any more.
     """
     deadline = time.monotonic() + seconds
     shards = shards or SHARDS * max(1, torch.cuda.device_count())
@@ -94,7 +94,7 @@ def run_pytest(
 ) -> list[tuple[int | None, str | None]]:
     """Runs tests/gpu once for each list of options, side by side: exit status (None: ran out of time) and JUnit report.
 
-    Each process has all GPUs, in turn another one as its first. What it said is shown when it ends, all if it failed.
+    Each process has all GPUs, starting with another one. Its output is shown when it ends, all of it if it failed.
     """
     every = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     gpus = every.split(",")
@@ -126,7 +126,7 @@ def run_pytest(
 
 
 def sum_counts(done: Sequence[tuple[int | None, str | None]]) -> Record:
-    """Counts over processes. One that did not come to its end, or ended badly with no failure to show, is a failure."""
+    """Adds up counts of processes. One that did not end, or ended badly without a failed test, is a failure."""
     total = {"passed": 0, "failed": 0, "skipped": 0}
     for status, report in done:
         counts = count_tests(None if status is None else report)
@@ -138,7 +138,7 @@ def sum_counts(done: Sequence[tuple[int | None, str | None]]) -> Record:
 
 
 def count_tests(junit_xml: str | None) -> Record:
-    """Passed, failed (or broken) and skipped tests of a JUnit report. No report, or an empty one, is a failure."""
+    """Counts passed, failed (or broken) and skipped tests of a JUnit report. No report or an empty one is a failure."""
     suites = [] if junit_xml is None else list(ElementTree.fromstring(junit_xml).iter("testsuite"))
     names = ("tests", "failures", "errors", "skipped")
     total, failures, errors, skipped = (sum(int(suite.get(name, 0)) for suite in suites) for name in names)
@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options; `sections` are those that run, in order."""
+    """Parses the options; `sections` are those that run, in order."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = "; ".join(f"{name}: {what}" for name, what in SECTIONS.items())
     parser.add_argument("--sections", metavar="NAME", nargs="+", choices=list(SECTIONS), help=known)
@@ -184,7 +184,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measured(options: argparse.Namespace) -> Record:
-    """The record of a run."""
+    """Makes the record of a run."""
     progress, sections = Progress(), options.sections
     sms = torch.cuda.get_device_properties("cuda").multi_processor_count
     chosen = cases.choose(sections, options.quick, options.only)
@@ -207,16 +207,16 @@ def measured(options: argparse.Namespace) -> Record:
 
 
 def needed(sections: Sequence[str], chosen: Sequence[Any], sms: int) -> list[Any]:
-    """The kernels of these sections and cases."""
+    """Returns the kernels of these sections and cases."""
     shipped = kernels_run.shipped_specs() if {"tests", "sanitizer"} & set(sections) else []
     random = strategies.kernel_specs() if "random" in sections else []
     return list(dict.fromkeys([*shipped, *random, *cases.specs(chosen, sms)]))
 
 
 def check(options: argparse.Namespace, progress: Progress) -> Record:
-    """Counts of tests and of what sanitizers found, which look at the same time: both need the host most.
+    """Counts tests and findings of sanitizers, which run at the same time: both need the host most.
 
-    Six host times were too long where sanitizers ran beside tests that measure time.
+    Six host times were too long when sanitizers ran beside tests that measure time.
     """
     tests, quiet_is_over = dict(NOT_RUN), threading.Event()
 
@@ -241,7 +241,7 @@ def check(options: argparse.Namespace, progress: Progress) -> Record:
 
 
 def sanitizer_record(findings: Sequence[sanitize.Finding]) -> Record:
-    """Counts by tool, under "reasons" why a count is missing, under "known" reports that are known to be false."""
+    """Returns counts by tool, under "reasons" why a count is missing, under "known" counts of known false reports."""
     record: Record = {**dict.fromkeys(records.SANITIZER_TOOLS), **{one.tool: one.errors for one in findings}}
     reasons = {finding.tool: finding.reason for finding in findings if finding.errors is None}
     known = {finding.tool: dict(finding.known) for finding in findings if finding.known}
@@ -252,7 +252,7 @@ def sanitizer_record(findings: Sequence[sanitize.Finding]) -> Record:
 
 
 def finish(record: Record, out: pathlib.Path) -> int:
-    """Writes the record, prints the cases, the counts, what is left out and what is lacking; the exit status."""
+    """Writes the record, prints cases, counts, what is left out and what is missing; returns the exit status."""
     records.write(record, out)
     print(run.table(record["cases"]))
     tests, ceilings = record["tests"], record["ceilings"]
@@ -267,7 +267,7 @@ def finish(record: Record, out: pathlib.Path) -> int:
 
 
 def left_out(record: Mapping[str, Any]) -> list[str]:
-    """What the record does not have."""
+    """Returns the parts that the record does not have."""
     there = {case["op"] for case in record["cases"]}
     absent = {
         "tests": record["tests"]["passed"] is None,
@@ -281,7 +281,7 @@ def left_out(record: Mapping[str, Any]) -> list[str]:
 
 
 def shortcomings(record: Mapping[str, Any]) -> list[str]:
-    """In words, all for which `gpu_check` ends with status 1. What was left out is none of it."""
+    """Returns in words all reasons to end with status 1. Parts that were left out are not among them."""
     tests, random = record["tests"], record.get("reliability", {})
     sanitizer = tests["sanitizer"]
     found = [f"{tests['failed']} tests failed"] if tests["failed"] else []

@@ -1,11 +1,11 @@
-"""Writes the package as a kernel of Hugging Face's kernels hub: sources for kernel-builder, and what it builds of them.
+"""Writes the package as a kernel of Hugging Face's kernels hub: sources for kernel-builder, and its build output.
 
     python scripts/make_hub_kernel.py FOLDER                         name cute-kernels, version 0
     python scripts/make_hub_kernel.py FOLDER --repo-id me/attention --version 1
 
-FOLDER/build.toml and FOLDER/torch-ext/cute_kernels are what kernel-builder takes. FOLDER/build has a variant each for
-CPU and CUDA, as `kernels.get_local_kernel` loads them. Imports are relative, and nothing depends on the name of the
-package: a loader imports it under the identifier in metadata.json, and operators are `torch.ops.<identifier>`.
+FOLDER/build.toml and FOLDER/torch-ext/cute_kernels are kernel-builder's input. FOLDER/build has a variant each for CPU
+and CUDA, in the form that `kernels.get_local_kernel` loads. Imports are relative, and nothing depends on the name of
+the package: a loader imports it under the identifier in metadata.json, and operators are `torch.ops.<identifier>`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _MODULE = re.compile(r"(?:cute_kernels|fp8_mla)(?:\.\w+)+(?::\w+)?")
 
 
 class CannotRewrite(ValueError):
-    """A source that names the package in a way for which there is no rule."""
+    """A source names the package in a way for which there is no rule."""
 
 
 def rewrite(source: str, module: str, is_package: bool = False) -> str:
-    """A module of `PACKAGES` for a package of any name that has `fp8_mla` inside: imports and names are relative.
+    """Rewrites a module of `PACKAGES` for a package of any name with `fp8_mla` inside: imports and names are relative.
 
     Args:
         source: the module's text.
@@ -70,18 +70,18 @@ def _top(module: str | None) -> str:
 
 
 def _inside(module: str) -> str:
-    """The rest of a module's name after that of the package, with a dot before it; fp8_mla is a part of the package."""
+    """Returns a module's name after the package's, with a dot before it; fp8_mla is a part of the package."""
     return module.removeprefix("cute_kernels") if _top(module) == "cute_kernels" else f".{module}"
 
 
 def _relative(module: str, is_package: bool, target: str) -> str:
-    """What stands after `from` in a module for an import from another."""
+    """Returns the text after `from` in a module for an import from another one."""
     depth = (_inside(module) + "." * is_package).count(".")
     return "." * depth + _inside(target).removeprefix(".")
 
 
 def _replaced(source: str, edits: list[tuple[ast.stmt | ast.expr, str]]) -> str:
-    """The source with other text in the places of nodes. Columns of ast count bytes."""
+    """Returns the source with other text in place of nodes. Columns of ast count bytes."""
     lines = source.encode().splitlines(keepends=True)
     starts = [0]
     for line in lines:
@@ -95,7 +95,7 @@ def _replaced(source: str, edits: list[tuple[ast.stmt | ast.expr, str]]) -> str:
 
 
 def package_files() -> dict[str, str]:
-    """All files of the kernel's Python package, by their path inside of it."""
+    """Returns all files of the kernel's Python package, by their path inside of it."""
     files = {"__init__.py": public_names()}
     for package in PACKAGES:
         inside = Path(package) if package == "fp8_mla" else Path()
@@ -110,7 +110,7 @@ def package_files() -> dict[str, str]:
 
 
 def public_names() -> str:
-    """`__init__.py` of the kernel: the operations, and FlashAttention's functions, which transformers looks for."""
+    """Returns the kernel's `__init__.py`: the operations, and FlashAttention's functions, which transformers needs."""
     sys.path.insert(0, str(ROOT))
     try:
         import cute_kernels
@@ -130,7 +130,7 @@ def public_names() -> str:
 
 
 def build_toml(version: int, repo_id: str | None) -> str:
-    """What tells kernel-builder how to build, edition 5."""
+    """Returns kernel-builder's build instructions, edition 5."""
     lines = ["[general]", f'name = "{NAME}"', f"version = {version}", "edition = 5", f'license = "{LICENSE}"']
     lines += [f"backends = {json.dumps(list(VARIANTS))}", f"python-depends = {json.dumps(DEPENDS)}", ""]
     lines += ["[general.cuda]", f"python-depends = {json.dumps(CUDA_DEPENDS)}", ""]
@@ -140,7 +140,7 @@ def build_toml(version: int, repo_id: str | None) -> str:
 
 
 def metadata(backend: str, version: int, unique: str) -> dict[str, object]:
-    """What kernel-builder writes into a variant, without digests."""
+    """Returns the metadata that kernel-builder writes into a variant, without digests."""
     archs = {"archs": ["9.0"]} if backend == "cuda" else {}
     return {
         "name": NAME,

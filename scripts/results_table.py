@@ -23,7 +23,7 @@ from bench.report import pages, plots, vllm  # noqa: E402
 
 
 def draw(found: pages.Recorded, folder: pathlib.Path) -> list[str]:
-    """Draw the plots that there is something for, and return their names."""
+    """Draws the plots whose results exist, and returns their names."""
     drawn = plots.draw(found.cards[0], folder) if found.cards else []
     for file, (part, plot) in vllm.PLOTS.items():
         first = next((run for run in found.vllm if part in run), None)

@@ -7,9 +7,9 @@
 
 The worker compares its results with the oracle as well, so "no errors" cannot come from kernels that did not run.
 
-initcheck does not see what TMA writes, and reports who reads it. The calls that it looks at copy such tensors to the
-host and back at once: the copy to the host is reported and listed in `KNOWN`, the copy back makes the memory known, so
-a report of any kernel is a finding. `--show tma-stores` runs calls that show the listed report to be false.
+initcheck does not see what TMA writes, and reports kernels that read it. The calls that it checks copy such tensors to
+the host and back at once: the copy to the host is reported and listed in `KNOWN`, the copy back makes the memory known,
+so a report of any kernel is a finding. `--show tma-stores` runs calls that show the listed report to be false.
 """
 
 from __future__ import annotations

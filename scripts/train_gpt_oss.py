@@ -30,7 +30,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 
 VOCABULARY: Final = 256
 TOGETHER: Final = 20
-"""Steps in which rounding has not yet changed what experts tokens go to."""
+"""Number of first steps in which rounding has not yet changed which experts tokens go to."""
 SMALL: Final = {
     "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
@@ -39,7 +39,7 @@ LIKE_20B: Final = {
     "hidden_size": 2880, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 64,
     "num_key_value_heads": 8, "num_local_experts": 1, "num_experts_per_tok": 1,
 }  # fmt: skip
-"""Two layers with the attention of gpt-oss-20b, one with its window, and hardly any experts."""
+"""Sizes of two layers with the attention of gpt-oss-20b, one with its window, and hardly any experts."""
 LONGEST: Final = 4000
 
 
@@ -53,7 +53,7 @@ class Batch(NamedTuple):
 
 
 def batches(tokens: int, device: str) -> Iterator[Batch]:
-    """Batches of so many tokens, without end; topics come in random order, and long ones in parts."""
+    """Yields batches of `tokens` tokens, without end; topics come in random order, and long ones in parts."""
     texts = [text.encode("ascii", "ignore") for text in topics.values()]
     parts = [text[i : i + LONGEST] for text in texts for i in range(0, len(text), LONGEST)]
     gen = torch.Generator(device="cpu").manual_seed(0)
@@ -71,7 +71,7 @@ def batches(tokens: int, device: str) -> Iterator[Batch]:
 
 
 def model_of(sizes: dict[str, int], attention: str, device: str) -> Any:
-    """A gpt-oss with random weights."""
+    """Makes a gpt-oss with random weights."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
     import cute_kernels.integrations.transformers  # noqa: F401  registers "cute"
@@ -83,7 +83,7 @@ def model_of(sizes: dict[str, int], attention: str, device: str) -> Any:
 
 
 def masks_of(attention: str, batch: Batch, window: int) -> dict[str, Any]:
-    """What a model is called with so that its attention keeps sequences apart."""
+    """Returns the arguments with which a model's attention keeps sequences apart."""
     if attention == "cute":
         return {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
     tokens, device = batch.input_ids.shape[1], batch.input_ids.device
@@ -114,7 +114,7 @@ def _of_heads(
 
 
 def loss_of(model: Any, batch: Batch, masks: dict[str, Any]) -> torch.Tensor:
-    """The mean loss of a batch, under autocast."""
+    """Returns the mean loss of a batch, under autocast."""
     with torch.autocast(batch.input_ids.device.type, dtype=torch.bfloat16):
         return model(
             input_ids=batch.input_ids, position_ids=batch.position_ids, labels=batch.labels, use_cache=False, **masks
@@ -122,7 +122,7 @@ def loss_of(model: Any, batch: Batch, masks: dict[str, Any]) -> torch.Tensor:
 
 
 def train(attention: str, steps: int, tokens: int, device: str) -> list[float]:
-    """The loss of every step. Weights and batches are the same for each attention."""
+    """Trains and returns the loss of every step. Weights and batches are the same for each attention."""
     model, source = model_of(SMALL, attention, device), batches(tokens, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
@@ -137,7 +137,7 @@ def train(attention: str, steps: int, tokens: int, device: str) -> list[float]:
 
 
 def attention_step(model: Any, batch: Batch, masks: dict[str, Any]) -> Callable[[], None]:
-    """A forward and backward of the attention modules alone, each over what the one before it gave."""
+    """Returns a forward and backward of only the attention modules, each over the output of the previous one."""
     inner, kinds = model.model, model.config.layer_types
     shape = (*batch.input_ids.shape, model.config.hidden_size)
     hidden = torch.randn(shape, dtype=torch.bfloat16, device="cuda", requires_grad=True)
@@ -156,7 +156,7 @@ def attention_step(model: Any, batch: Batch, masks: dict[str, Any]) -> Callable[
 
 
 def milliseconds(step: Callable[[], None], repeats: int = 5) -> float:
-    """Of a step on a GPU, after two that are not timed."""
+    """Returns the milliseconds of a step on a GPU, after two that are not timed."""
     for repeat in range(2 + repeats):
         if repeat == 2:
             torch.cuda.synchronize()
@@ -168,7 +168,7 @@ def milliseconds(step: Callable[[], None], repeats: int = 5) -> float:
 
 
 def measure(attention: str, tokens: int) -> dict[str, Any]:
-    """Forward and backward of two layers like those of gpt-oss-20b, on a GPU: ms and GiB, and ms of attention alone."""
+    """Measures forward and backward of two layers of gpt-oss-20b's sizes on a GPU: ms and GiB, and ms of attention."""
     case: dict[str, Any] = {"attention": attention, "tokens": tokens}
     torch.cuda.empty_cache()
     try:
@@ -189,7 +189,7 @@ def measure(attention: str, tokens: int) -> dict[str, Any]:
 
 
 def curves(found: dict[str, Any], plt: Any) -> Any:
-    """The loss of every step, and how far the two attentions are apart."""
+    """Draws the loss of every step, and how far the two attentions are apart."""
     figure, (axis, below) = plt.subplots(2, 1, figsize=(7, 4.6), height_ratios=[3, 1], sharex=True)
     for (attention, losses), color, width in zip(found["losses"].items(), ("#cbd5e0", "#2b6cb0"), (4, 1), strict=True):
         axis.plot(losses, label=attention, color=color, linewidth=width)
@@ -205,7 +205,7 @@ def curves(found: dict[str, Any], plt: Any) -> Any:
 
 
 def in_words(found: dict[str, Any]) -> str:
-    """How close the losses of two attentions are, and the plot."""
+    """Returns text about how close the losses of two attentions are, with the plot."""
     (one, losses), (other, others) = found["losses"].items()
     apart = [abs(a - b) for a, b in zip(losses, others, strict=True)]
     last = [sum(values[-10:]) / len(values[-10:]) for values in (losses, others)]
@@ -219,7 +219,7 @@ def in_words(found: dict[str, Any]) -> str:
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """Time and memory of steps, a row for each number of tokens."""
+    """Makes a table of time and memory of steps, a row for each number of tokens."""
     cases = {(case["tokens"], case["attention"]): case for one in found for case in one["cases"]}
     names = list(dict.fromkeys(name for _, name in cases))
     columns = ("attention, ms", "step, ms", "GiB")

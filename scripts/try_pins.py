@@ -4,7 +4,7 @@
     python scripts/try_pins.py lowest      one of them
 
 Each end has an environment of its own in build/pins, made by scripts/bootstrap.sh, and a cache of kernels of its own.
-torch is the one that bootstrap.sh takes everywhere. Exit status 1 where a test fails.
+torch is the version that bootstrap.sh always takes. Exit status 1 if a test fails.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ ROOT = Path(__file__).resolve().parents[1]
 ENDS = ("lowest", "highest")
 TESTS = (
     "tests/cpu/test_kernels_compile.py",  # each kernel that ships: registers, spills, instructions
-    "tests/cpu/test_runtime_cache.py",  # tvm-ffi loads and calls what the DSL has exported
-    "tests/cpu/test_records.py",  # machine code is found in what the DSL has exported
+    "tests/cpu/test_runtime_cache.py",  # tvm-ffi loads and calls kernels that the DSL has exported
+    "tests/cpu/test_records.py",  # machine code is found in exported kernels
 )
 _RANGE = re.compile(r'^ {4}"([A-Za-z0-9_-]+)>=([0-9.]+),<([0-9.]+)"', re.MULTILINE)
 
 
 def ranges(pyproject: str) -> dict[str, tuple[str, str]]:
-    """The lowest version and the first that is too high of each dependency, from the text of pyproject.toml.
+    """Returns the lowest version and the first that is too high of each dependency, from the text of pyproject.toml.
 
     Raises:
         ValueError: a dependency has no such range.
@@ -42,13 +42,13 @@ def ranges(pyproject: str) -> dict[str, tuple[str, str]]:
 
 
 def constraints(end: str, bounds: Mapping[str, tuple[str, str]]) -> dict[str, str]:
-    """The version of each dependency but torch that an end asks for, as pip's specifiers."""
+    """Returns the version of each dependency but torch that an end asks for, as pip's specifiers."""
     names = [name for name in bounds if name != "torch"]
     return {name: f"=={bounds[name][0]}" if end == "lowest" else f"<{bounds[name][1]}" for name in names}
 
 
 def make_environment(end: str, folder: Path, bounds: Mapping[str, tuple[str, str]]) -> None:
-    """Makes an environment by scripts/bootstrap.sh, which asks pip and so takes the highest version that it may."""
+    """Makes an environment by scripts/bootstrap.sh, which asks pip and so takes the highest allowed version."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     file = folder.parent / f"{end}.txt"
     file.write_text("".join(f"{name}{wanted}\n" for name, wanted in constraints(end, bounds).items()), encoding="utf-8")
@@ -57,7 +57,7 @@ def make_environment(end: str, folder: Path, bounds: Mapping[str, tuple[str, str
 
 
 def try_end(end: str) -> int:
-    """Runs the tests at one end: 0, or 1 where one fails."""
+    """Runs the tests at one end: 0, or 1 if one fails."""
     bounds = ranges((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     folder = ROOT / "build" / "pins" / end
     make_environment(end, folder, bounds)

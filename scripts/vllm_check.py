@@ -1,7 +1,7 @@
 """Check and measure our backends in vLLM's engine on an SM90 GPU, and write build/vllm_check.json.
 
     python scripts/vllm_check.py                              all parts; about ten minutes on 16 cores
-    python scripts/vllm_check.py --seconds 280                what can be had in this time, the most telling first
+    python scripts/vllm_check.py --seconds 280                as much as fits into this time, the most telling first
     python scripts/vllm_check.py --parts speed --backends cute-int8,triton-int8 --contexts 1024,8192
     python scripts/vllm_check.py --parts warm                 compile the kernels that it needs; needs no GPU
 
@@ -58,29 +58,29 @@ PACKAGES = ("vllm", "torch", "transformers", "nvidia-cutlass-dsl", "apache-tvm-f
 ROOM = 128  # tokens of a timed request after its prompt
 TOKENS = 512
 FIRST = ((1, 8192), (1, 32768), (4, 8192))
-"""Requests of so many tokens."""
+"""(requests, tokens of each)."""
 STEP_TOKENS = 8192  # as vLLM's server on these cards
 MLA_CONTEXTS = (32768, 131072, 8192)
 WAYS_OF_MLA = (
     "stock-eager", "ours-eager", "ours-given", "ours-graphs", "stock-graphs", "ours-index", "ours-index-graphs",
     "ours-drafts", "stock-drafts",
 )  # fmt: skip
-"""Our plugin or vLLM as it is; full CUDA graphs of decoding, also with a token that the model drafts. "given" is eager
-and sees the keys that the indexer of "stock-eager" has chosen. "index" has our indexer too; the eager engine holds it
-against DeepGEMM's scores, call by call."""
+"""Our plugin, or vLLM without it; full CUDA graphs of decoding, also with a token that the model drafts. "given" is
+eager and uses the keys that the indexer of "stock-eager" has chosen. "index" has our indexer too; the eager engine
+compares it with DeepGEMM's scores, call by call."""
 WAYS_OF_V4 = ("stock-eager", "ours-eager", "stock-graphs", "ours-graphs", "ours-index")
-BYTES = {"auto": 256, "fp8": 128, INT8: 132}  # of a head and token
-ENGINE_GB = 6.0  # of a timed engine, without its cache
+BYTES = {"auto": 256, "fp8": 128, INT8: 132}  # bytes of a head and token
+ENGINE_GB = 6.0  # memory of a timed engine, without its cache
 SLOTS = 7
-WARM_SECONDS = 60.0  # 10 to 20 s on 16 cores; what is missing then is compiled by the engines
-SMS = 132  # of an H100 SXM or an H200: another card compiles what it needs when it needs it
+WARM_SECONDS = 60.0  # 10 to 20 s on 16 cores; engines compile kernels that are missing then
+SMS = 132  # SMs of an H100 SXM or an H200: other cards compile kernels when they need them
 NEVER = 1e9  # seconds
 RUNS = "runs on mla_fp8_decode"
-"""What the plugin logs where its kernels attend."""
+"""Text that the plugin logs when its kernels attend."""
 
 
 def graphs(sizes: list[int], custom_ops: str) -> dict[str, Any]:
-    """Full CUDA graphs of decoding, without torch.compile, whose warm-up would take most of the time."""
+    """Returns options of full CUDA graphs of decoding, without torch.compile, whose warm-up takes most of the time."""
     return {
         "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes, "custom_ops": [custom_ops],
     }  # fmt: skip
@@ -90,7 +90,7 @@ def graphs(sizes: list[int], custom_ops: str) -> dict[str, Any]:
 
 
 def jobs(options: argparse.Namespace, folder: pathlib.Path, probed: bool = True) -> list[Job]:
-    """All that the parts need, the most telling first; without a card the kernels alone, for which there is time."""
+    """Returns all jobs of the parts, the most telling first; without a card only kernels, for which there is time."""
     longest = max(options.contexts) + ROOM
     given = {"parts": options.parts, "max_tokens": longest, "sms": SMS}
     found = [
@@ -126,7 +126,7 @@ FIRST_TOKENS = (
 
 
 def token_jobs(options: argparse.Namespace, folder: pathlib.Path) -> list[Job]:
-    """An engine for each model, cache and way to run: those of FIRST_TOKENS now, the others after all measurements."""
+    """Returns an engine per model, cache and way to run: FIRST_TOKENS' now, the others after all measurements."""
     kinds = [(m, cache, graph) for m in own_models(options) for cache in CACHES for graph in (True, False)]
     # vLLM 0.26 counts the pages of layers with a window as if INT4 had a byte a number
     kinds = [kind for kind in kinds if kind[:2] != ("gpt_oss", "int4_per_token_head")]
@@ -149,12 +149,12 @@ def token_jobs(options: argparse.Namespace, folder: pathlib.Path) -> list[Job]:
 
 
 def own_models(options: argparse.Namespace) -> list[str]:
-    """Models of the part "tokens"."""
+    """Returns the models of the part "tokens"."""
     return [model for model in options.models if model not in vllm_mla.MODELS]
 
 
 def mla_jobs(options: argparse.Namespace, folder: pathlib.Path) -> list[Job]:
-    """Training and the engines of each model, those with drafts last; V4's, which compile most, after what is timed."""
+    """Returns training and engines of each model, drafting ones last; V4's, which compile most, after timed jobs."""
     models = [model for model in options.models if model in vllm_mla.MODELS]
     found = [
         Job(f"train-{model}", "mla-train", {"model": model, "folder": str(folder / model)}, 0, ("card",), 18, 200, 30)
@@ -203,7 +203,7 @@ def mla_jobs(options: argparse.Namespace, folder: pathlib.Path) -> list[Job]:
 
 
 def mla_steps_job(who: str, heads: int, options: argparse.Namespace, folder: pathlib.Path) -> Job:
-    """An engine of DeepSeek-V3.2's shapes that is timed."""
+    """Returns the job of an engine of DeepSeek-V3.2's shapes that is timed."""
     longest, batch = max(MLA_CONTEXTS) + ROOM, max(options.batches)
     row = vllm_mla.LAYERS * (fp8_mla.TOKEN_BYTES + vllm_mla.INDEX_BYTES)
     engine = {
@@ -223,12 +223,12 @@ def mla_steps_job(who: str, heads: int, options: argparse.Namespace, folder: pat
 
 
 def rounds(asked: list[Any]) -> list[list[Any]]:
-    """Requests that are served together: one, all, some."""
+    """Returns requests that are served together: one, all, some."""
     return [asked[:1], asked, asked[5:13]]
 
 
 def timed_engine(name: str, options: argparse.Namespace, folder: pathlib.Path, tokens: int) -> dict[str, Any]:
-    """What all engines that are timed have, with room for so many tokens."""
+    """Returns the options that all timed engines share, with room for `tokens` tokens."""
     backend, cache = BACKENDS[name]
     return {
         "model": str(folder / "llama_8b"), "load_format": "dummy", "kv_cache_dtype": cache,
@@ -238,7 +238,7 @@ def timed_engine(name: str, options: argparse.Namespace, folder: pathlib.Path, t
 
 
 def speed_job(name: str, options: argparse.Namespace, folder: pathlib.Path, longest: int) -> Job:
-    """An engine that is timed."""
+    """Returns the job of an engine that is timed."""
     engine = timed_engine(name, options, folder, max(options.batches) * longest) | {
         "max_model_len": longest, "max_num_seqs": max(options.batches), "max_num_batched_tokens": 2048,
         "compilation_config": graphs(sorted(options.batches), "all"),
@@ -247,14 +247,14 @@ def speed_job(name: str, options: argparse.Namespace, folder: pathlib.Path, long
         "backend": name, "engine": engine, "contexts": options.contexts, "batches": options.batches,
     }  # fmt: skip
     gigabytes = engine["kv_cache_memory_bytes"] / 1e9 + ENGINE_GB
-    # engines that check tokens are small and start first: what these leave of the memory is not much
+    # engines that check tokens are small and start first; they leave little memory
     trained = [f"train-{model} over" for model in own_models(options) if "tokens" in options.parts]
     needs = ("warm over", "card", *trained)
     return Job(name, "measure", given, 0, needs, gigabytes, seconds=90, least=25)
 
 
 def first_job(name: str, options: argparse.Namespace, folder: pathlib.Path) -> Job:
-    """An engine that is timed over prompts."""
+    """Returns the job of an engine that is timed over prompts."""
     longest = max(tokens for _, tokens in FIRST)
     engine = timed_engine(name, options, folder, max(n * tokens for n, tokens in FIRST)) | {
         "max_model_len": longest + 64, "max_num_seqs": 8, "max_num_batched_tokens": STEP_TOKENS,
@@ -273,19 +273,19 @@ GROUPS = {
     "mla-steps": ("mla-steps", "backends"), "mla-train": ("mla-tokens", "engines"),
     "mla-serve": ("mla-tokens", "engines"),
 }  # fmt: skip
-"""Where the file has what jobs of a kind find, each under its name or its backend's."""
+"""The file's keys for the results of each kind of job, each under the job's name or its backend's."""
 LAYERS_ALONE = ("sparse", "prompts")
 
 
 def place_of(job: Job) -> tuple[str, ...]:
-    """Where the file has what a job finds: keys, from the outside in."""
+    """Returns the file's keys for the results of a job, from the outside in."""
     if job.kind in LAYERS_ALONE:
         return (job.kind,)
     return (*GROUPS.get(job.kind, ("others",)), job.options.get("backend", job.name))
 
 
 class Report:
-    """What was found, on disk as soon as it is."""
+    """The results so far, written to disk immediately."""
 
     def __init__(self, out: pathlib.Path, options: argparse.Namespace) -> None:
         self.out, self.progress, self.started = out, Progress(), time.monotonic()
@@ -304,7 +304,7 @@ class Report:
         self.runs: dict[str, dict[tuple[str, str], Any]] = {}
 
     def receive(self, job: Job, event: str, data: Any) -> None:
-        """An event of a job."""
+        """Handles an event of a job."""
         place = self.found
         for name in place_of(job):
             place = place.setdefault(name, {})
@@ -351,7 +351,7 @@ class Report:
                 self.progress.say(f"{model}: {in_words(case)}")
 
     def end(self, left: dict[str, str]) -> list[str]:
-        """Writes the rest; what is wrong, in words."""
+        """Writes the rest; returns in words what is wrong."""
         self.found["left_out"] = left
         wrong = [f"{name}: {why}" for name, why in left.items()] + failures(self.found)
         self.found["wrong"] = wrong
@@ -359,28 +359,28 @@ class Report:
         return wrong
 
     def write(self) -> None:
-        """To a file that is whole at any time."""
+        """Writes the results to a file that is complete at any time."""
         part = self.out.with_suffix(".part")
         part.write_text(jsonl.folded(self.found), encoding="utf-8")
         part.replace(self.out)
 
 
 def wrong_requests(asked: list[list[int]], got: list[list[int]]) -> int:
-    """How many requests of a round do not go on counting."""
+    """Returns how many requests of a round do not go on counting."""
     from bench import vllm_models
 
     return sum(vllm_models.counted_on(prompt, TOKENS) != tokens for prompt, tokens in zip(asked, got, strict=True))
 
 
 def in_words(case: dict[str, Any]) -> str:
-    """A case in a line of the log."""
+    """Describes a case in a line of the log."""
     return ", ".join(
         f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in case.items() if "kernels" not in k
     )
 
 
 def failures(found: dict[str, Any]) -> list[str]:
-    """What is wrong in what was found."""
+    """Returns what is wrong in the results."""
     wrong = [f"{name}: {job['failed'][-300:]}" for name, job in found["others"].items() if "failed" in job]
     for name, counts in found.get("tokens", {}).get("transformers", {}).items():
         wrong += [f"transformers, {name}, {kind}: {n} requests" for kind, n in counts.items() if n]
@@ -404,9 +404,9 @@ def failures(found: dict[str, Any]) -> list[str]:
 
 
 def is_ours(name: str, engine: dict[str, Any]) -> bool:
-    """Whether an engine that is to run our kernels has said so, and was heard where it calls them.
+    """Returns whether an engine that should run our kernels has said so, and was heard when it calls them.
 
-    One of DeepSeek-V4 says so in its first step, after it was asked.
+    A DeepSeek-V4 engine says so in its first step, after it was asked.
     """
     silent = "-ours-" in name and vllm_mla.V4 not in name and not any(RUNS in line for line in engine.get("said", ()))
     return not silent and engine.get("shadow", {}).get("calls") != 0
@@ -416,17 +416,17 @@ def is_ours(name: str, engine: dict[str, Any]) -> bool:
 
 
 def numbers(text: str) -> list[int]:
-    """Of "1,16,64"."""
+    """Parses "1,16,64"."""
     return [int(part) for part in text.split(",")]
 
 
 def names(text: str) -> list[str]:
-    """Of "a,b"."""
+    """Parses "a,b"."""
     return text.split(",")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Makes the parser of the options."""
     it = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     it.add_argument("--parts", type=names, default=list(PARTS[:-1]))
     it.add_argument("--seconds", type=float, default=NEVER, help="after which it ends, and says what was left out")
@@ -449,7 +449,7 @@ def main() -> int:
         if not set(given) <= set(known):
             command.error(f"--{name}: got {given}; needs some of {', '.join(known)}")
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    os.environ.update(PYTHONPATH=path)  # of processes that are started
+    os.environ.update(PYTHONPATH=path)  # for child processes
     folder = ROOT / "build" / "vllm_check"
     folder.mkdir(parents=True, exist_ok=True)
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""One call of any public operator: its arguments, the memory that it may write, and what its results must be."""
+"""A call of any public operator: its arguments, the memory that it may write, and what its results must be."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Oracle = Callable[[Mapping[str, torch.Tensor]], list[str]]
 
 
 class Mode(NamedTuple):
-    """One way to make a call.
+    """A way to make a call.
 
     given    outputs that the caller passes in; the operator allocates the others
     returns  results that it returns, in order
@@ -31,10 +31,10 @@ class Call:
     """A call with its arguments.
 
     op         name of the public function
-    arguments  by name, without outputs and caches that are written
+    arguments  arguments by name, without outputs and caches that are written
     image      memory of outputs (poisoned) or caches that a caller may pass in
     modes      ways to make the call; the first passes in and returns every result
-    oracle     takes results by name, returns what is wrong with them in words
+    oracle     takes results by name, returns in words what is wrong with them
     d_out      gradient of the output, of differentiable calls
     unstable   results whose bits may differ from call to call
     capturable whether a CUDA graph can hold the call
@@ -51,7 +51,7 @@ class Call:
 
     @property
     def shape(self) -> tuple[str, ...]:
-        """What a plan depends on; calls of one shape are counted once."""
+        """The facts that a plan depends on; calls of one shape are counted once."""
         named = ((name, _shape(value)) for name, value in self.arguments.items() if value is not None)
         return (self.op, *(f"{name} {shape}" for name, shape in named))
 
@@ -95,13 +95,13 @@ def _shape(value: Any) -> str:
 
 
 class WrongResult(Exception):
-    """A result is wrong whatever its numbers: another tensor, another dtype or shape, too many or too few."""
+    """A result is wrong whatever its numbers: another tensor, another dtype or shape, too many or too few results."""
 
 
 class Expected:
-    """The bits that a call's results must have: those of a run without other threads.
+    """The bits that a call's results must have: the bits of a run without other threads.
 
-    values  by name, contiguous integers
+    values  contiguous integers by name
     """
 
     def __init__(self, call: Call, values: Mapping[str, torch.Tensor]) -> None:

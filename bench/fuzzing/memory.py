@@ -1,4 +1,4 @@
-"""Blocks of memory with everything that a call writes and poison around it; filled and compared as a whole."""
+"""Blocks of memory that hold everything a call writes, with poison around it; filled and compared as a whole."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GAP: Final = 256
 
 
 class Place(NamedTuple):
-    """Where a tensor lies in a block: all in elements of its dtype."""
+    """The place of a tensor in a block, in elements of its dtype."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -24,24 +24,24 @@ class Place(NamedTuple):
 
 
 def span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements of memory from the first element of a strided tensor to its last, both included."""
+    """Returns the elements of memory from the first element of a strided tensor to its last, both included."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a dense tensor."""
+    """Returns the strides of a dense tensor."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def padded_stride(shape: Sequence[int], unit: int, gaps: Sequence[int]) -> tuple[int, ...]:
-    """Strides with gaps along all axes but the last; all strides are multiples of `unit` elements.
+    """Returns strides with gaps along all axes but the last; all strides are multiples of `unit` elements.
 
     Args:
-        shape: of the tensor.
-        unit: in elements.
-        gaps: of each axis but the last, in units.
+        shape: shape of the tensor.
+        unit: number of elements.
+        gaps: gap of each axis but the last, in units.
     """
     stride, step = [1] * len(shape), max(shape[-1], 1)
     for axis in range(len(shape) - 2, -1, -1):
@@ -55,7 +55,7 @@ class Image:
     """The tensors that a call writes, in one block of memory.
 
     before   the block before a call, int32 words; each call gets a copy
-    places   of the tensors in it, by name
+    places   the places of the tensors, by name
     """
 
     def __init__(self, places: Mapping[str, Place], before: torch.Tensor) -> None:
@@ -66,10 +66,10 @@ class Image:
     def of_outputs(
         cls, outputs: Mapping[str, tuple[torch.dtype, Sequence[int], Sequence[int], int]], device: torch.device
     ) -> Image:
-        """A block full of poison for outputs: (dtype, shape, strides, alignment in bytes) by name."""
+        """Makes a block full of poison for outputs: (dtype, shape, strides, alignment in bytes) by name."""
         places, end = {}, 0
         for name, (dtype, shape, stride, align) in outputs.items():
-            # a multiple of the alignment, and of nothing larger
+            # a multiple of the alignment, but not of a larger power of two
             start = -(-(end + GAP) // (2 * align)) * 2 * align + align
             places[name] = Place(dtype, tuple(shape), tuple(stride), start // dtype.itemsize)
             end = start + span(shape, stride) * dtype.itemsize
@@ -78,7 +78,7 @@ class Image:
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> Image:
-        """A block with copies of tensors at multiples of 16 bytes; their strides stay, and gaps hold poison."""
+        """Makes a block with copies of tensors at multiples of 16 bytes; their strides stay, and gaps hold poison."""
         device = next(iter(tensors.values())).device
         image = cls.of_outputs({name: (t.dtype, t.shape, t.stride(), 16) for name, t in tensors.items()}, device)
         for name, view in image.views(image.before).items():
@@ -86,17 +86,17 @@ class Image:
         return image
 
     def views(self, block: torch.Tensor, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
-        """The tensors in a block laid out like this image: all, or those of some names."""
+        """Views the tensors in a block laid out like this image: all, or those of some names."""
         chosen = {name: self.places[name] for name in (self.places if names is None else names)}
         return {name: block.view(at.dtype).as_strided(at.shape, at.stride, at.offset) for name, at in chosen.items()}
 
     def after(self, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The block after a call that writes these values and nothing else."""
+        """Returns the block after a call that writes these values and nothing else."""
         block = self.before.clone()
         for name, view in self.views(block, values).items():
             view.copy_(values[name])
         return block
 
     def strays(self, block: torch.Tensor) -> int:
-        """How many words outside the tensors have changed."""
+        """Returns how many words outside the tensors have changed."""
         return int((block != self.after(self.views(block))).sum())

@@ -1,4 +1,4 @@
-"""Rounds in several processes, each with its own device context. A process that dies is counted and replaced."""
+"""Runs rounds in several processes, each with its own device context. A process that dies is counted and replaced."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import torch
 from bench.fuzzing.rounds import THREADS, Fault, Outcome, Work, run_round
 
 HANG_S: Final = 120.0
-"""Seconds after which a round counts as hung; it takes a few."""
+"""Seconds after which a round counts as hung; usually it takes a few."""
 START_S: Final = 120.0
-"""Seconds in addition for the first round of a process, which imports torch and loads all kernels."""
+"""Additional seconds for the first round of a process, which imports torch and loads all kernels."""
 MAX_FAULTS: Final = 8
-"""The run ends after this many faults: more would tell nothing new."""
+"""The run ends after this many faults: more would show nothing new."""
 
 RunRound = Callable[[Work, torch.device, MutableSequence[int]], Outcome]
 
@@ -31,9 +31,9 @@ RunRound = Callable[[Work, torch.device, MutableSequence[int]], Outcome]
 class Total:
     """The sum of all rounds.
 
-    outcome  of the rounds that ended
+    outcome  sum of the rounds that ended
     seeds    of these rounds
-    faults   of the rounds that did not end, in words
+    faults   descriptions of the rounds that did not end
     """
 
     outcome: Outcome = field(default_factory=Outcome)
@@ -49,7 +49,7 @@ class Total:
         self.seeds.append(work.seed)
 
     def ranges(self) -> list[list[int]]:
-        """[first, last] of the seeds of all rounds that ended."""
+        """Returns [first, last] of the seeds of all rounds that ended."""
         merged: list[list[int]] = []
         for seed in sorted(self.seeds):
             if merged and merged[-1][1] == seed - 1:
@@ -60,7 +60,7 @@ class Total:
 
 
 def serve(connection: Connection, marks: Any, device: str, cores: int, run: RunRound) -> None:
-    """The main function of a worker: one round for each message, until it gets None. A fault ends the process."""
+    """Runs a worker: one round for each message, until it gets None. A fault ends the process."""
     torch.set_num_threads(cores)
     with contextlib.suppress(KeyboardInterrupt, EOFError):
         while (work := connection.recv()) is not None:
@@ -88,7 +88,7 @@ class Worker:
         self.patience = HANG_S + START_S
 
     def make(self, work: Work) -> Outcome | str:
-        """The outcome of a round, or what went wrong in words; the process has then ended."""
+        """Returns the outcome of a round, or in words what went wrong; the process has then ended."""
         try:
             self.connection.send(work)
             said = self.connection.recv() if self.connection.poll(self.patience) else "it did not answer in time"
@@ -121,7 +121,7 @@ def run_rounds(
 
     Args:
         rounds: yields the next round whenever a worker is free.
-        device: to make the calls on.
+        device: device of the calls.
         workers: number of processes.
         run: makes a round; other processes must be able to import it.
         report: called after each round and each fault.
@@ -135,7 +135,7 @@ def run_rounds(
     cores, lock = max(1, (os.cpu_count() or 1) // workers), threading.Lock()
 
     def work_off() -> None:
-        """Gives rounds to one process after the other, until there is none or too much is wrong."""
+        """Gives rounds to one process after the other, until none is left or too much is wrong."""
         worker: Worker | None = None
         while True:
             with lock:

@@ -1,4 +1,4 @@
-"""One round: the oracle checks some calls one after another; then seven threads make all of them again, many times.
+"""A round: the oracle checks some calls one after another; then seven threads make all of them again, many times.
 
 The GPU compares the bits of every later call with those of the checked one and counts differences; the counters are
 read when the round ends. Each thread has a stream of its own. It makes calls of changing shapes in every mode, and
@@ -38,13 +38,13 @@ RESERVED: Final = 3 << 30
 
 
 class Work(NamedTuple):
-    """The work of a round: it names all of its calls on one kind of device.
+    """The work of a round: it determines all of its calls on one kind of device.
 
-    seed     of all that is drawn
-    calls    valid ones
-    invalid  calls with one wrong argument
-    turns    of each thread; a turn is one call, or one replay of several
-    only     the one of `strategies.MAKERS` whose calls they are
+    seed     seed of everything that is drawn
+    calls    number of valid calls
+    invalid  number of calls with one wrong argument
+    turns    turns of each thread; a turn is one call, or one replay of several
+    only     the one of `strategies.MAKERS` that makes the calls
     """
 
     seed: int
@@ -55,7 +55,7 @@ class Work(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What is wrong in a round. `no_memory`: a call was not made because memory ran out."""
+    """A wrong result in a round. `no_memory`: a call was not made because memory ran out."""
 
     seed: int
     said: str
@@ -64,7 +64,7 @@ class Finding(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What a round did and found.
+    """The result of a round.
 
     calls          number of valid calls made and compared
     invalid_calls  number of invalid calls made
@@ -83,11 +83,11 @@ class Fault(Exception):
 
 
 class Unlisted(BaseException):
-    """A plan asks for a kernel that is not compiled. No `except Exception` of an operator takes it for an error."""
+    """A plan asks for a kernel that is not compiled. No `except Exception` of an operator catches it."""
 
 
 class Checked(NamedTuple):
-    """A call that the oracle passed, and the bits of its results."""
+    """A call whose results the oracle accepted, and their bits."""
 
     call: Call
     expected: Expected
@@ -98,7 +98,7 @@ def run_round(work: Work, device: torch.device, marks: MutableSequence[int] | No
 
     Args:
         work: its seed and sizes.
-        device: to make them on.
+        device: device of the calls.
         marks: item t is set to the number of the call that thread t works on; the main thread is 0.
 
     Raises:
@@ -173,7 +173,7 @@ def _require_listed(spec: Any) -> None:
 
 
 def check(call: Call, device: torch.device) -> Checked | list[str]:
-    """Makes a call while no other runs, all outputs passed in, and checks it; else what is wrong, in words."""
+    """Makes a call while no other runs, with all outputs passed in, and checks it; else returns what is wrong."""
     mode = call.modes[0]
     block = call.image.before.clone()
     try:
@@ -198,7 +198,7 @@ def refuse(work: Work, device: torch.device, outcome: Outcome) -> None:
     for _ in range(work.invalid):
         name = rng.choice(tuple(TABLES))
         table, label = TABLES[name], rng.choice(_labels(name))
-        if rng.random() < 0.1:  # the operator has then prepared launches of the shapes
+        if rng.random() < 0.1:  # prepared launches of the shapes then exist
             with contextlib.suppress(Unlisted):
                 table.function(**table.right(str(device)))
         try:
@@ -207,7 +207,7 @@ def refuse(work: Work, device: torch.device, outcome: Outcome) -> None:
             problem = "" if re.search(ERROR.format(argument), said) else f"the error does not name {argument}: {said}"
         except Unlisted:
             problem = "got as far as a kernel"
-        except Exception as error:  # it was accepted, or an output was written
+        except Exception as error:  # the call was accepted, or an output was written
             problem = f"{type(error).__name__}: {error}"
         outcome.invalid_calls += 1
         if problem:
@@ -223,7 +223,7 @@ def require_no_fault(device: torch.device) -> None:
     """Synchronizes with the device.
 
     Raises:
-        Fault: it reports an error.
+        Fault: the device reports an error.
     """
     if device.type != "cuda":
         return
@@ -234,7 +234,7 @@ def require_no_fault(device: torch.device) -> None:
 
 
 class Gate:
-    """Threads may be inside while it is open; while it is closed, none is."""
+    """A gate: threads may be inside while it is open, and none is inside while it is closed."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -243,7 +243,7 @@ class Gate:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Waits until it is open; stays inside for the block."""
+        """Waits until the gate is open; stays inside for the block."""
         with self._changed:
             self._changed.wait_for(lambda: not self._closed)
             self._inside += 1
@@ -256,7 +256,7 @@ class Gate:
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
-        """Waits until nobody is inside, and keeps all outside for the block."""
+        """Waits until no thread is inside, and keeps all outside for the block."""
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: self._inside == 0)
@@ -332,7 +332,7 @@ class Together:
                 self.errors.append((self.marks[thread], error))
 
     def _turns(self, thread: int, pause: Any = None) -> None:
-        """The turns of one thread; calls `pause`, if given, four times, outside of the gate."""
+        """Makes the turns of one thread; calls `pause`, if given, four times, outside of the gate."""
         rng = random.Random(f"{self.work.seed} {thread}")
         counters = [list(row.unbind()) for row in self.counters[thread].unbind()]
         pauses = {self.work.turns * n // (REFRESHES + 1) for n in range(REFRESHES + 1)}

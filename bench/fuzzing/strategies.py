@@ -1,7 +1,7 @@
 """Hypothesis strategies of calls: the cases of `tests.kit` with random sizes, options and values.
 
-What decides a kernel comes out of lists whose kernels are compiled before: `kernel_specs`. A call whose plan asks for
-another kernel is left out, see `rounds`. On a CPU sizes are small.
+Facts that decide a kernel are drawn from lists whose kernels are compiled before: `kernel_specs`. A call whose plan
+asks for another kernel is left out, see `rounds`. On a CPU sizes are small.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SINKS: Final = ("none", "finite", "inf")
 WINDOWS: Final = (None, None, None, 1, 2, 63, 64, 65, 100, 1000, INT32_MAX)
 BLOCK_PAGES: Final = (64, 128, 256)
 LATENT_HEADS: Final = (16, 64)
-"""Heads of a CTA: with more the list of kernels would double."""
+"""Heads of a CTA: with more values the list of kernels would double."""
 MERGES: Final = (
     (512, "float32", "bfloat16", True),
     (512, "float32", "bfloat16", False),
@@ -66,11 +66,11 @@ MERGES: Final = (
     (72, "bfloat16", "bfloat16", True),
     (8, "float16", "float16", False),
 )
-"""d, dtype of the states, dtype of the output, whether there are sinks."""
+"""(d, dtype of the states, dtype of the output, whether there are sinks)."""
 MERGE_SIZES: Final = ((8, 2), (40, 20), (2048, 3))
-"""(rows, states): each runs another variant of the kernel."""
+"""(rows, states): each pair runs another variant of the kernel."""
 MAX_SCORES: Final = 1 << 21
-"""Scores of a call of sink attention whose every gradient is compared; larger ones are left to single rows."""
+"""Most scores of a sink attention call whose every gradient is compared; of larger calls only some rows are."""
 DECODE_MODES: Final = (
     Mode(("out", "lse"), ("out", "lse")),
     Mode(("out", "lse"), ("out",)),
@@ -86,7 +86,7 @@ seeds = st.integers(0, 2**31)
 
 
 def kernel_specs() -> list[Any]:
-    """Every kernel that calls may launch. They are compiled first, so that no call waits for the compiler."""
+    """Returns every kernel that calls may launch. They are compiled first, so that no call waits for the compiler."""
     latent = [spec for spec in mla_spec.specs_of_formats() if spec.heads in LATENT_HEADS]
     merges = [
         MergeSpec.for_launch(rows=rows, num_states=n, d=d, in_dtype=inner, out_dtype=outer, has_sink=sink)
@@ -111,7 +111,7 @@ def kernel_specs() -> list[Any]:
 
 
 def _block_specs() -> list[GqaDecodeSpec]:
-    """What decodes the tables of `gqa_blocks`."""
+    """Returns the kernels that decode the tables of `gqa_blocks`."""
     plain = GqaDecodeSpec("bfloat16", "bfloat16", 128, 16, layout="tokens_first", paged=True)
     scaled = dataclasses.replace(plain, kv_dtype="int8", k_scales="per_token", v_scales="per_token")
     return [
@@ -123,12 +123,12 @@ def _block_specs() -> list[GqaDecodeSpec]:
 
 
 def one_of(*values: Any) -> st.SearchStrategy[Any]:
-    """One of the values, each as likely as it is often."""
+    """Draws one of the values; a value that is listed n times is n times as likely."""
     return st.sampled_from(values)
 
 
 def chance(percent: int) -> st.SearchStrategy[bool]:
-    """True with this probability."""
+    """Draws True with this probability."""
     return st.integers(0, 99).map(lambda drawn: drawn >= 100 - percent)
 
 
@@ -138,7 +138,7 @@ def _batch(on_gpu: bool) -> st.SearchStrategy[int]:
 
 @st.composite
 def _lengths(draw: st.DrawFn, batch: int, longest: int, unit: int) -> list[int]:
-    """A length for each sequence; 40% are at borders: 0, 1, 2, the longest, the end of a tile or page +- 1."""
+    """Draws a length for each sequence; 40% are at borders: 0, 1, 2, the longest, the end of a tile or page +- 1."""
     edges = [edge + step for edge in (64, 128, unit, 2 * unit) for step in (-1, 0, 1)]
     borders = [length for length in (0, 1, 2, longest, *edges) if 0 <= length <= longest]
     length = st.integers(0, 9).flatmap(lambda n: st.sampled_from(borders) if n < 4 else st.integers(0, longest))
@@ -146,7 +146,7 @@ def _lengths(draw: st.DrawFn, batch: int, longest: int, unit: int) -> list[int]:
 
 
 def _extreme(draw: st.DrawFn, lengths: torch.Tensor, capacity: int) -> torch.Tensor:
-    """The same lengths in extreme values: 0 may become negative, the capacity may become any larger number."""
+    """Makes lengths extreme without a change of meaning: 0 may become negative, the capacity any larger number."""
     beyond, below = draw(one_of(0, 1, 1000, INT32_MAX - capacity)), draw(one_of(0, -1, -5, INT32_MIN))
     lengths = torch.where(lengths == capacity, capacity + beyond, lengths)
     return torch.where(lengths == 0, below, lengths).int()
@@ -160,7 +160,7 @@ def _stride(draw: st.DrawFn, shape: Sequence[int], unit: int, percent: int = 50)
 
 
 def _spread(draw: st.DrawFn, values: torch.Tensor, unit: int) -> torch.Tensor:
-    """The same values, perhaps with gaps between rows."""
+    """Copies values, perhaps with gaps between rows."""
     stride = _stride(draw, values.shape, unit)
     return torch.empty_strided(values.shape, stride, dtype=values.dtype, device=values.device).copy_(values)
 
@@ -176,7 +176,7 @@ def _problems(comparison: Comparison) -> list[str]:
 
 
 def _rows(draw: st.DrawFn, batch: int) -> list[int]:
-    """Batch rows that the oracle checks."""
+    """Draws the batch rows that the oracle checks."""
     return sorted(draw(st.sets(st.integers(0, batch - 1), min_size=1, max_size=3))) if batch else []
 
 
@@ -185,7 +185,7 @@ def _rows(draw: st.DrawFn, batch: int) -> list[int]:
 
 @st.composite
 def mla_decode(draw: st.DrawFn, device: torch.device) -> Call:
-    """A decode over one latent cache, or over two in one softmax."""
+    """Draws a decode over one latent cache, or over two in one softmax."""
     on_gpu = device.type == "cuda"
     formats, layout = draw(one_of(*[((V3_2.name,), None)] * 2 * len(LATENT_FORMS), *LATENT_FORMS))
     large = on_gpu and draw(chance(4))
@@ -264,7 +264,7 @@ def _mla_dense(draw: st.DrawFn, name: str, layout: str | None, large: bool, devi
     table = case.block_table
     assert table is not None and case.cache_seqlens is not None
     if longest % page_size == 0 and draw(st.booleans()):
-        table = table[:, : longest // page_size]  # the longest sequence fills it
+        table = table[:, : longest // page_size]  # the longest sequence fills the table
     lengths = _extreme(draw, case.cache_seqlens, table.shape[1] * page_size)
     return dataclasses.replace(case, block_table=table, cache_seqlens=lengths)
 
@@ -276,7 +276,7 @@ def _scales(draw: st.DrawFn, formats: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _mla_varied(draw: st.DrawFn, case: DecodeCase) -> DecodeCase:
-    """Sometimes none of something, sometimes another softmax scale."""
+    """Sometimes drops an argument, sometimes changes the softmax scale."""
     index = "block_table" if case.indices is None else "indices"
     nothing = {
         "requests": lambda: case.rows([]),
@@ -295,7 +295,7 @@ def _mla_varied(draw: st.DrawFn, case: DecodeCase) -> DecodeCase:
 
 @st.composite
 def mla_append(draw: st.DrawFn, device: torch.device) -> Call:
-    """New tokens for a cache of random bytes."""
+    """Draws new tokens for a cache of random bytes."""
     gen = generator(draw(seeds), device)
     tokens = draw(one_of(0, 1, 2, 7, 31, 64, 65, 200, *((5000,) if device.type == "cuda" else ())))
     page_size = draw(one_of(*PAGE_SIZES))
@@ -323,7 +323,7 @@ def mla_append(draw: st.DrawFn, device: torch.device) -> Call:
 
 
 def _special(draw: st.DrawFn, x: torch.Tensor) -> torch.Tensor:
-    """Tokens, some of which are of another size, zero, or have NaN and infinities among them."""
+    """Changes some tokens to another size or to zero, or puts NaN and infinities among them."""
     for row in draw(st.lists(st.integers(0, max(0, len(x) - 1)), max_size=6)) if len(x) else ():
         if draw(st.booleans()):
             x[row] *= draw(one_of(0.0, 2.0**-30, 2.0**-12, 300.0, 2.0**14))
@@ -333,7 +333,7 @@ def _special(draw: st.DrawFn, x: torch.Tensor) -> torch.Tensor:
 
 
 def _slots(draw: st.DrawFn, tokens: int, num_slots: int, device: torch.device) -> torch.Tensor:
-    """Different slots in random order; some tokens are skipped, by a slot below 0 or beyond the cache."""
+    """Draws different slots in random order; a slot below 0 or beyond the cache skips its token."""
     gen = generator(draw(seeds))
     slots = torch.full((tokens,), -1, dtype=torch.int64)
     chosen = torch.randperm(num_slots, generator=gen)[:tokens]
@@ -341,7 +341,7 @@ def _slots(draw: st.DrawFn, tokens: int, num_slots: int, device: torch.device) -
     skips = torch.tensor((-1, -(2**63), num_slots, 2**31, 2**40, -(2**32), 2**63 - 1))
     skipped = uniform((tokens,), gen) < 0.12
     slots[skipped] = skips[integers(0, len(skips), (int(skipped.sum()),), gen)]
-    if draw(chance(20)):  # what int32 lacks is beyond the cache in both
+    if draw(chance(20)):  # a slot that int32 cannot hold is beyond the cache in both dtypes
         slots = slots.clamp(INT32_MIN, INT32_MAX).int()
     slots = slots.to(device)
     return torch.stack([slots, slots.flip(0)], dim=1)[:, 0] if draw(chance(30)) else slots
@@ -352,7 +352,7 @@ def _slots(draw: st.DrawFn, tokens: int, num_slots: int, device: torch.device) -
 
 @st.composite
 def gqa_decode(draw: st.DrawFn, device: torch.device) -> Call:
-    """A decode with the dtypes, layout, scales and heads of a row of the covering array."""
+    """Draws a decode with the dtypes, layout, scales and heads of a row of the covering array."""
     on_gpu = device.type == "cuda"
     row = draw(one_of(*(covering.FOUR_BIT_ROWS if draw(chance(20)) else covering.GQA_ROWS)))
     batch, h_kv = draw(_batch(on_gpu)), draw(one_of(1, 2, 3, 8) if on_gpu else one_of(1, 2))
@@ -398,7 +398,7 @@ def _gqa_call(draw: st.DrawFn, case: GqaCase) -> Call:
 
 @st.composite
 def gqa_blocks(draw: st.DrawFn, device: torch.device) -> Call:
-    """A decode of lists of blocks, over caches of two kinds."""
+    """Draws a decode of lists of blocks, over caches of two kinds."""
     on_gpu = device.type == "cuda"
     batch, h_kv, own = draw(_batch(on_gpu)), draw(one_of(1, 2, 4) if on_gpu else one_of(1, 2)), draw(chance(70))
     page_size, kv_dtype = draw(one_of(*BLOCK_PAGES)), draw(one_of("bf16", "int8"))
@@ -418,14 +418,14 @@ def gqa_blocks(draw: st.DrawFn, device: torch.device) -> Call:
 
 
 def gqa_rows(case: GqaCase, rows: Sequence[int]) -> GqaCase:
-    """The call for some of its sequences."""
+    """Returns the call for some of its sequences."""
     names = ["q", "block_table", "cache_seqlens", "indices"]
     names += ["k_cache", "v_cache", "k_scale", "v_scale"] if case.block_table is None else []
     names += ["alibi_slopes"] if case.alibi_slopes is not None and case.alibi_slopes.dim() == 2 else []
     picked = {}
     for name in names:
         t = getattr(case, name)
-        if t is not None and not ("scale" in name and t.dim() < 2):  # else the scale is of all sequences
+        if t is not None and not ("scale" in name and t.dim() < 2):  # otherwise all sequences share the scale
             narrow = t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t  # torch cannot index FP8
             picked[name] = narrow[list(rows)].view(t.dtype)
     return dataclasses.replace(case, **picked)
@@ -433,7 +433,7 @@ def gqa_rows(case: GqaCase, rows: Sequence[int]) -> GqaCase:
 
 @st.composite
 def gqa_append(draw: st.DrawFn, device: torch.device) -> Call:
-    """Appends new keys and values to caches of random codes, INT8 or one of the kinds."""
+    """Draws an append of keys and values to caches of random codes, INT8 or one of the kinds."""
     gen = generator(draw(seeds), device)
     d, h_kv = draw(one_of(64, 128, 256, 512)), draw(one_of(1, 2, 3, 8, 64))
     dtype, scale_dtype = draw(one_of(torch.bfloat16, torch.float16)), draw(one_of(torch.float32, torch.float16))
@@ -442,7 +442,7 @@ def gqa_append(draw: st.DrawFn, device: torch.device) -> Call:
     stored = draw(one_of(*KINDS)) if draw(chance(40)) else INT8
     if stored in ROTATED_KINDS and (LAYOUTS[layout].x_packed or d not in ROTATED_DIMS):
         stored = INT8
-    if stored != INT8:  # scales are of one granularity
+    if stored != INT8:  # these scales have one granularity
         kinds, scale_dtype = dict.fromkeys(kinds, "per_token_head"), torch.float32
     page = draw(one_of(*(LAYOUTS[layout].page_sizes or (1, 16, 64, 128))))
     tokens = draw(one_of(0, 1, 7, 33, 130, *((2000,) if device.type == "cuda" else ())))
@@ -453,7 +453,7 @@ def gqa_append(draw: st.DrawFn, device: torch.device) -> Call:
         shape = LAYOUTS[layout].shape(which, sizes, 1)
         shape = (*shape[:-1], shape[-1] // values_of(name))
         codes = integers(-128, 128, shape, gen, torch.int8)
-        # some granularities are read, others written: all positive and finite
+        # some granularities are read, others written; all scales are positive and finite
         values = uniform(scale_shapes(LAYOUTS[layout], sizes)[SCALE_NAMES[kind]], gen)
         codes = codes.view(getattr(torch, name))
         tensors |= {f"{which}_cache": codes, f"{which}_scale": (0.002 + 0.03 * values).to(scale_dtype)}
@@ -479,7 +479,7 @@ def gqa_append(draw: st.DrawFn, device: torch.device) -> Call:
 
 @st.composite
 def merge(draw: st.DrawFn, device: torch.device) -> Call:
-    """Merges states of disjoint sets of keys, some of them empty."""
+    """Draws a merge of states of disjoint sets of keys, some of them empty."""
     gen = generator(draw(seeds), device)
     d, inner, outer, has_sink = draw(one_of(*MERGES))
     leading, n = draw(
@@ -523,7 +523,7 @@ def merge(draw: st.DrawFn, device: torch.device) -> Call:
 
 @st.composite
 def sink_attention(draw: st.DrawFn, device: torch.device, differentiable: bool = False) -> Call:
-    """A forward, or a forward with its gradients."""
+    """Draws a forward, or a forward with its gradients."""
     on_gpu = device.type == "cuda"
     packed = draw(st.booleans())
     h_kv, ratio = draw(one_of(1, 2, 3)), draw(one_of(1, 2, 4, 8, 16) if on_gpu else one_of(1, 4))
@@ -560,7 +560,7 @@ def sink_attention(draw: st.DrawFn, device: torch.device, differentiable: bool =
 
 
 def sink_problems(case: SinkCase, values: Mapping[str, torch.Tensor]) -> list[str]:
-    """What is wrong, compared with float64; of calls with many scores that not every element is finite."""
+    """Returns differences from float64; for calls with many scores only elements that are not finite."""
     if sum(queries * keys for queries, keys in case.lengths) * case.q.shape[-2] > MAX_SCORES:
         return [f"{name}: not finite" for name, t in values.items() if name != "lse" and not t.isfinite().all()]
     expected = SinkExpectation.of(case)
@@ -582,10 +582,10 @@ MAKERS: Final[dict[str, tuple[Callable[..., st.SearchStrategy[Call]], int]]] = {
     "sink_attention": (sink_attention, 1),
     "sink_gradients": (functools.partial(sink_attention, differentiable=True), 1),
 }
-"""What makes calls, and in how many of 29 it does; decodes are three in four."""
+"""The makers of calls, each with its share of 29 calls; decodes are three in four."""
 
 
 def calls(device: torch.device, only: str | None = None) -> st.SearchStrategy[Call]:
-    """A call of any operator, or of one of `MAKERS` alone."""
+    """Draws a call of any operator, or only of one of `MAKERS`."""
     makers = [make for make, share in MAKERS.values() for _ in range(share)] if only is None else [MAKERS[only][0]]
     return one_of(*makers).flatmap(lambda make: make(device))

@@ -1,8 +1,8 @@
 """Other libraries' kernels, which run the same cases in the same process.
 
 A peer is a function in a file of this folder and an entry in `PEERS`. It takes a case of `bench`, the inputs of that
-case and the caches of all cases, and returns an `Offer`, or None where it has no kernel for the case. `VERSIONS` says
-what is installed.
+case and the caches of all cases, and returns an `Offer`, or None if it has no kernel for the case. `VERSIONS` has the
+installed versions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TIMES: Final = {
     "us_sustained": "ratio_sustained",
     "us_loaded_alone": "ratio_loaded_alone",
 }
-"""Times of a record, and what a peer's time divided by ours is called."""
+"""Times of a record, and the names of a peer's time divided by ours."""
 PEERS: Final[Mapping[str, Mapping[str, Callable[..., Offer | None]]]] = {
     "mla_fp8_decode": {"flash_mla": flash_mla.sparse, "flash_mla_bf16": flash_mla.dense},
     "gqa_decode": {
@@ -37,7 +37,7 @@ PEERS: Final[Mapping[str, Mapping[str, Callable[..., Offer | None]]]] = {
     },
     "sink_attention": {"cudnn": cudnn.prefill, "fa3": fa3.prefill, "fa4": fa4.prefill},
 }
-"""By operator of ours, the peers by their names in a record."""
+"""The peers by operator of ours and by their names in a record."""
 VERSIONS: Final[Mapping[str, Callable[[], str]]] = {
     "cudnn": cudnn.version,
     "flash_mla": flash_mla.version,
@@ -45,16 +45,16 @@ VERSIONS: Final[Mapping[str, Callable[[], str]]] = {
     "fa4": fa4.version,
     "xqa": xqa.version,
 }
-"""By library, its version, or "missing" with the reason."""
+"""The version of each library, or "missing" with the reason."""
 
 
 @dataclass(frozen=True)
 class Peer:
     """A peer that is ready to be timed, or why it is not.
 
-    graphs   what `time_together` replays
-    rel_err  of its output
-    note     what was done to make the case fit it
+    graphs   graphs that `time_together` replays
+    rel_err  relative error of its output
+    note     what was changed to make the case fit it
     failed   the reason; no graphs then
     """
 
@@ -66,19 +66,19 @@ class Peer:
 
 @functools.cache
 def versions() -> Mapping[str, str]:
-    """The top-level entry "peers" of a record; digests of libraries take seconds."""
+    """Returns the top-level entry "peers" of a record; digests of libraries take seconds."""
     return {name: " ".join(version().split())[:300] for name, version in VERSIONS.items()}
 
 
 def of_case(
     case: Any, inputs: Any, store: Any, error: Callable[[torch.Tensor, Any], float], limit: float = 1.0
 ) -> dict[str, Peer]:
-    """The peers that a case names and that are installed, prepared and checked.
+    """Returns the peers that a case names and that are installed, prepared and checked.
 
     Args:
         case: with `op` and `peers`, names in `PEERS`.
-        inputs: of its calls.
-        store: of the caches that cases share.
+        inputs: inputs of its calls.
+        store: the caches that cases share.
         error: relative error of a peer's output for one of the inputs.
         limit: by how much more than usual a peer may be off.
     """
@@ -95,7 +95,7 @@ def _library(name: str) -> str:
 
 
 def _ready(make: Callable[[], Offer | None], error: Callable[[torch.Tensor, Any], float], limit: float) -> Peer | None:
-    """A peer that computes what the case asks for. Whatever a peer cannot do must not stop a run."""
+    """Returns a peer that computes the case. A failing peer must not stop a run."""
     try:
         offer = make()
         if offer is None:
@@ -119,12 +119,12 @@ def _first_line(error: Exception) -> str:
 
 
 def graphs(peers: Mapping[str, Peer]) -> dict[str, Graphs]:
-    """What `time_together` takes of the peers that are ready."""
+    """Returns the graphs of the peers that are ready, for `time_together`."""
     return {name: peer.graphs for name, peer in peers.items() if peer.graphs is not None}
 
 
 def entries(peers: Mapping[str, Peer], timings: Mapping[str, Timing]) -> dict[str, Any]:
-    """The entry "peers" of a case."""
+    """Returns the entry "peers" of a case."""
     ours, found = timings[OURS].as_record(), dict[str, Any]()
     for name, peer in peers.items():
         if name not in timings:

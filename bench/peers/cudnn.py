@@ -18,16 +18,16 @@ from tests.kit.gqa_cases import GqaCase
 from tests.kit.sink_cases import SinkCase
 
 ELEMENTS_PER_CHUNK: Final = 1 << 27
-"""Numbers dequantized at a time: 512 MiB of float32."""
+"""Numbers that are dequantized at a time: 512 MiB of float32."""
 
 
 def version() -> str:
-    """The one that comes with torch."""
+    """Returns the version that comes with torch."""
     return f"{torch.backends.cudnn.version() or 'missing'}, in torch {torch.__version__}"
 
 
 def decode(case: Any, inputs: Sequence[GqaCase], store: Any) -> Offer | None:
-    """Over a contiguous cache of bfloat16; every sequence fills the cache."""
+    """Decodes over a contiguous cache of bfloat16; every sequence fills the cache."""
     calls = [
         _cudnn(_attention, one.q.transpose(1, 2), *(unpacked(one, which) for which in "kv"), enable_gqa=True)
         for one in inputs
@@ -47,7 +47,7 @@ def _cudnn(function: Callable[..., Any], *arguments: Any, **options: Any) -> Cal
 
 
 def unpacked(case: GqaCase, which: str) -> torch.Tensor:
-    """A BNSH cache, per tensor or per token and head, as bfloat16."""
+    """Returns a BNSH cache, per tensor or per token and head, as bfloat16."""
     cache, scale = getattr(case, f"{which}_cache"), getattr(case, f"{which}_scale")
     values = torch.empty(cache.shape, dtype=torch.bfloat16, device=cache.device)
     step = max(1, ELEMENTS_PER_CHUNK // math.prod(cache.shape[1:]))
@@ -59,7 +59,7 @@ def unpacked(case: GqaCase, which: str) -> torch.Tensor:
 
 
 def prefill(case: Any, inputs: Sequence[SinkCase], store: Any) -> Offer | None:
-    """A forward, or gradients from one forward whose graph is kept, without sinks.
+    """Computes a forward, or gradients from one forward whose graph is kept, without sinks.
 
     A backward runs on the stream of its forward, and is captured on the stream of captures.
     """
@@ -85,7 +85,7 @@ def _prefill_call(case: SinkCase, backward: bool) -> Callable[[], Any]:
 
 @contextlib.contextmanager
 def _on_capture_stream() -> Iterator[None]:
-    """The stream of captures, in order with what the caller's stream has before and after."""
+    """Enters the stream of captures, in order with the caller's stream before and after."""
     own, outer = capture_stream(), torch.cuda.current_stream()
     own.wait_stream(outer)
     with torch.cuda.stream(own):

@@ -49,12 +49,12 @@ SCHEDULE: Final[dict[str, Any]] = {
     "pack_gqa": None,
     "sm_margin": 0,
 }
-"""Those of `_vllm_fa3_C.get_scheduler_metadata`, likewise. In both, 0 splits leave their number to FA3."""
+"""Arguments of `_vllm_fa3_C.get_scheduler_metadata`. In both calls, 0 splits let FA3 choose."""
 
 
 @functools.cache
 def operators() -> Any | str:
-    """Namespace of the operators `fwd` and `get_scheduler_metadata`, or why there is none."""
+    """Returns the namespace of the operators `fwd` and `get_scheduler_metadata`, or why there is none."""
     found = torch.ops._vllm_fa3_C
     if hasattr(found, "fwd"):  # vLLM has been imported
         return found
@@ -71,7 +71,7 @@ def operators() -> Any | str:
 
 
 def version() -> str:
-    """Of vLLM, and the digest of the library."""
+    """Returns the version of vLLM, and the digest of the library."""
     found, folder = operators(), folder_of(FLASH_ATTENTION)
     if isinstance(found, str):
         return f"missing: {found}"
@@ -80,13 +80,13 @@ def version() -> str:
 
 
 def forward(**arguments: Any) -> torch.Tensor:
-    """Output of a call, by the names of `FORWARD`; q (tokens, h_q, d), packed by `cu_seqlens_q`."""
+    """Returns the output of a call, by the names of `FORWARD`; q (tokens, h_q, d), packed by `cu_seqlens_q`."""
     found: Any = operators()
     return found.fwd(**{**FORWARD, **arguments})[0]
 
 
 def _window(window: int | None) -> dict[str, int]:
-    """A window, own position included, as FA3 takes it: how many keys to either side."""
+    """Translates a window, own position included, to FA3's number of keys to either side."""
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
@@ -94,7 +94,7 @@ def _window(window: int | None) -> dict[str, int]:
 
 
 def decode(case: Any, inputs: Sequence[GqaCase], store: Any, *, dtype: str) -> Offer | None:
-    """Over the case's own cache, or over as many tokens of `dtype`: "bf16" or "fp8". It has no INT8 cache."""
+    """Decodes over the case's own cache, or over as many tokens of `dtype`: "bf16" or "fp8". It has no INT8 cache."""
     if case.kv_dtype not in ("int8", dtype):
         return None
     own = [as_dtype(case, one, store, dtype) for one in inputs]
@@ -107,7 +107,7 @@ def decode(case: Any, inputs: Sequence[GqaCase], store: Any, *, dtype: str) -> O
 
 
 def as_dtype(case: Any, one: GqaCase, store: Any, dtype: str) -> GqaCase:
-    """The input with q and caches in FP8, or in 16 bits."""
+    """Returns the input with q and caches in FP8, or in 16 bits."""
     q = one.q.to(KV_DTYPES[dtype])
     if dtype == case.kv_dtype:
         return dataclasses.replace(one, q=q)
@@ -116,7 +116,7 @@ def as_dtype(case: Any, one: GqaCase, store: Any, dtype: str) -> GqaCase:
 
 
 def _decode_call(case: Any, one: GqaCase) -> Callable[[], torch.Tensor]:
-    """Over pages, scheduled before, as vLLM does once for all layers."""
+    """Returns a decode over pages, scheduled before, as vLLM does once for all layers."""
     device, q = one.q.device, one.q.flatten(0, 1)
     common: dict[str, Any] = {
         "cu_seqlens_q": torch.arange(case.batch + 1, dtype=torch.int32, device=device) * case.s_q,
@@ -144,7 +144,7 @@ def _decode_call(case: Any, one: GqaCase) -> Callable[[], torch.Tensor]:
 
 
 def prefill(case: Any, inputs: Sequence[SinkCase], store: Any) -> Offer | None:
-    """Over packed sequences, which its build takes alone; sinks in bfloat16."""
+    """Computes a forward over packed sequences, the only form that its build takes; sinks in bfloat16."""
     if case.backward or case.deterministic:
         return None
     calls = [functools.partial(forward, **_packed(one)) for one in inputs]

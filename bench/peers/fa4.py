@@ -25,7 +25,7 @@ DSL: Final = "cutlass"
 
 @functools.cache
 def library() -> tuple[Any, Replaced] | str:
-    """The module of forward and backward, and what its import replaces in the DSL; or why there is none."""
+    """Returns the module of forward and backward, and what its import replaces in the DSL; or why there is none."""
     folder = folder_of(FLASH_ATTENTION)
     if isinstance(folder, str):
         return folder
@@ -45,7 +45,7 @@ def library() -> tuple[Any, Replaced] | str:
 
 
 def version() -> str:
-    """Of vLLM and quack-kernels, and the digest of the sources."""
+    """Returns the versions of vLLM and quack-kernels, and the digest of the sources."""
     found, folder = library(), folder_of(FLASH_ATTENTION)
     if isinstance(found, str) or isinstance(folder, str):
         return f"missing: {found if isinstance(found, str) else folder}"
@@ -54,7 +54,7 @@ def version() -> str:
 
 
 def prefill(case: Any, inputs: Sequence[SinkCase], store: Any) -> Offer | None:
-    """A forward, the backward of its own forward, or both over packed sequences; it gives no gradient of sinks."""
+    """Computes a forward, the backward of its own forward, or both over packed sequences; no gradient of sinks."""
     found, way = library(), case.key["pass"]
     if "deterministic" in case.key or isinstance(found, str):
         return None
@@ -91,7 +91,7 @@ def _call(one: SinkCase, fa4: Any, way: str) -> Callable[[], Any]:
 
 @contextlib.contextmanager
 def _parents_that_do_not_run(folder: pathlib.Path) -> Iterator[None]:
-    """Has packages in the place of FA4's parents for as long as it is imported; those that are there stay."""
+    """Replaces FA4's parent packages while it is imported; those that are already imported stay."""
     parents = {FLASH_ATTENTION.partition(".")[0]: folder.parent, FLASH_ATTENTION: folder}
     made = [name for name in parents if name not in sys.modules]
     for name in made:
@@ -106,7 +106,7 @@ def _parents_that_do_not_run(folder: pathlib.Path) -> Iterator[None]:
 
 
 class Replaced:
-    """Functions of a package and methods of its classes that others replace, so that both are there by turns."""
+    """Returns cycles per token and CTA of each unit, for variants with 128 heads and the published estimate."""
 
     def __init__(self, package: str) -> None:
         self._package = package
@@ -114,7 +114,7 @@ class Replaced:
 
     @contextlib.contextmanager
     def during(self) -> Iterator[None]:
-        """Has in place what was replaced in earlier blocks, and notes what is replaced in this one; undoes all."""
+        """Restores replacements of earlier blocks, and records replacements of this one; undoes all at the end."""
         for owner, name, _, new in self._changes:
             setattr(owner, name, new)
         before = list(self._owners())
@@ -129,7 +129,7 @@ class Replaced:
                 setattr(owner, name, old)
 
     def _owners(self) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Modules and classes of the package, each with its functions."""
+        """Yields modules and classes of the package, each with its functions."""
         functions = types.FunctionType | classmethod | staticmethod | property
         owners: dict[int, Any] = {id(one): one for name, one in list(sys.modules.items()) if self._is_own(name)}
         classes = (one for module in list(owners.values()) for one in list(vars(module).values()))

@@ -16,12 +16,12 @@ from bench.records import package_version
 from tests.kit.mla_cases import DecodeCase
 
 SPARSE_HEADS: Final = (64, 128)
-"""What its FP8 kernels take; its users pad."""
+"""Numbers of heads that its FP8 kernels take; its users pad."""
 FORMATS: Final = ("v3.2", "v4")
 
 
 def version() -> str:
-    """What the module, its distribution, or else the digest of its compiled library says."""
+    """Returns the version of the module or its distribution, or else the digest of its compiled library."""
     module = load("flash_mla")
     if isinstance(module, str):
         return f"missing: {module}"
@@ -31,7 +31,7 @@ def version() -> str:
 
 
 def sparse(case: Any, inputs: Sequence[DecodeCase], store: Any) -> Offer | None:
-    """Over the same bytes, q padded to the heads that it takes; what it plans in its first call is kept."""
+    """Decodes over the same bytes, q padded to the heads that it takes; the plan of its first call is kept."""
     if case.mode != "sparse" or case.formats[0] not in FORMATS or len(set(case.formats)) > 1:
         return None
     heads = next(heads for heads in SPARSE_HEADS if heads >= case.h_q)
@@ -40,7 +40,7 @@ def sparse(case: Any, inputs: Sequence[DecodeCase], store: Any) -> Offer | None:
 
 
 def dense(case: Any, inputs: Sequence[DecodeCase], store: Any) -> Offer | None:
-    """Over the same tokens in bfloat16."""
+    """Decodes over the same tokens in bfloat16."""
     if case.mode != "dense":
         return None
     keys = store.in_bf16(inputs[0].kv_cache)

@@ -1,4 +1,4 @@
-"""What a peer offers for a case, and how libraries are found."""
+"""A peer's offer for a case, and helpers that find libraries."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import torch
 LIMIT: Final = 0.02
 """A peer whose relative error is above this computes something else: no ratio."""
 FP8_LIMIT: Final = 0.05
-"""The same of a peer that rounds its probabilities to FP8, which alone is 0.027 in the mean."""
+"""The limit for a peer that rounds its probabilities to FP8, which alone is 0.027 in the mean."""
 FLASH_ATTENTION: Final = "vllm.vllm_flash_attn"
-"""Where vLLM's wheel has FlashAttention 3 and 4. `import vllm` takes 19 s and changes torch's compiler."""
+"""The place of FlashAttention 3 and 4 in vLLM's wheel. `import vllm` takes 19 s and changes torch's compiler."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Offer:
     """A peer's kernel for a case.
 
     calls  one for each of the case's inputs
-    out    what the first call gave, in the shape of ours
-    input  whose result that is
-    note   what was done to make the case fit the peer
-    limit  of its relative error
-    eager  whether it may be timed without a graph where it cannot be captured
+    out    result of the first call, in the shape of ours
+    input  the input of that result
+    note   what was changed to make the case fit the peer
+    limit  limit of its relative error
+    eager  whether it may be timed without a graph if it cannot be captured
     """
 
     calls: Sequence[Callable[[], Any]]
@@ -44,7 +44,7 @@ class Offer:
 
 @functools.cache
 def load(name: str) -> types.ModuleType | str:
-    """A library's module, or why there is none."""
+    """Returns a library's module, or why there is none."""
     try:
         return importlib.import_module(name)
     except (ImportError, OSError, RuntimeError) as error:  # a library built for another torch raises any of them
@@ -52,7 +52,7 @@ def load(name: str) -> types.ModuleType | str:
 
 
 def folder_of(package: str) -> pathlib.Path | str:
-    """Where a package lies, which is not imported, or why it does not."""
+    """Returns the folder of a package, without importing it, or why there is none."""
     name, *inner = package.split(".")
     try:
         found = importlib.util.find_spec(name)
@@ -66,7 +66,7 @@ def folder_of(package: str) -> pathlib.Path | str:
 
 
 def digest(paths: Iterable[pathlib.Path]) -> str:
-    """16 hexadecimal digits of the sha256 of files, one after the other."""
+    """Returns 16 hexadecimal digits of the sha256 of files, one after the other."""
     whole = hashlib.sha256()
     for path in paths:
         whole.update(path.read_bytes())

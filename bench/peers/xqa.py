@@ -1,6 +1,6 @@
 """FlashInfer's XQA kernel over FP8 caches as a peer, compiled from the sources in its wheel with nvcc.
 
-FlashInfer itself, whose import needs a dozen packages, is not imported. nvcc takes 20 s for a form of the kernel, once:
+FlashInfer itself is not imported, because it needs a dozen packages. nvcc takes 20 s for a form of the kernel, once:
 the library is kept in build/peers. (A form of its MLA kernel for SM90 took 160 s, so that is no peer.)
 """
 
@@ -40,18 +40,18 @@ FLAGS: Final = (
     *("-DCACHE_ELEM_ENUM=2", "-DSLIDING_WINDOW=0", "-DLOW_PREC_OUTPUT=0", "-DSPEC_DEC=0", "-DMLA_WRAPPER=0"),
     "-DUSE_SM90_MHA=1",
 )
-"""Those of FlashInfer 0.7.2 for queries in bfloat16, one a sequence, over FP8 without a window."""
+"""Parameters of FlashInfer 0.7.2 for queries in bfloat16, one a sequence, over FP8 without a window."""
 INCLUDES: Final = (
     *("include", "csrc", "cutlass/include", "cutlass/tools/util/include", "spdlog/include"),
     *("cccl/cub", "cccl/libcudacxx/include", "cccl/thrust"),
 )
 SCRATCH_BYTES: Final = 64 << 20
-"""Of partial results; 132 SMs' need 2 MB."""
+"""Bytes for partial results; 132 SMs need 2 MB."""
 COMPILE_SECONDS: Final = 120
 
 
 class Form(NamedTuple):
-    """What one library of the kernel is compiled for."""
+    """The parameters that one library of the kernel is compiled for."""
 
     d: int
     group: int
@@ -59,11 +59,11 @@ class Form(NamedTuple):
 
 
 FORMS: Final = (Form(128, 4, 64),)
-"""Those that are compiled: that of most cases."""
+"""The forms that are compiled: only the form of most cases."""
 
 
 def decode(case: Any, inputs: Sequence[GqaCase], store: Any) -> Offer | None:
-    """Over an FP8 cache, of one query a sequence; both caches have one scale, and the kernel rounds q to FP8."""
+    """Decodes over an FP8 cache, one query a sequence; both caches have one scale, and the kernel rounds q to FP8."""
     form = Form(case.d, case.h_q // case.h_kv, case.page_size)
     if case.kv_dtype == "bf16" or case.s_q > 1 or case.window is not None or form not in FORMS:
         return None
@@ -76,7 +76,7 @@ def decode(case: Any, inputs: Sequence[GqaCase], store: Any) -> Offer | None:
 
 
 def _data() -> pathlib.Path | str:
-    """Where the sources lie, or why there are none, or nothing to compile them."""
+    """Returns the folder of the sources, or why they or their compiler are missing."""
     data = folder_of("flashinfer.data")
     if isinstance(data, str):
         return data
@@ -91,7 +91,7 @@ def _nvcc() -> str | None:
 
 @functools.cache
 def wrapper(form: Form) -> Callable[..., None]:
-    """The kernel's `xqa_wrapper`, compiled where it is not yet.
+    """Returns the kernel's `xqa_wrapper`, compiled if necessary.
 
     Raises:
         RuntimeError: it cannot be compiled; another version of FlashInfer or tvm_ffi raises anything.
@@ -103,12 +103,12 @@ def wrapper(form: Form) -> Callable[..., None]:
         library = _library(form, data, pathlib.Path(str(tvm_ffi.__file__)).parent)
     except subprocess.CalledProcessError as error:
         raise RuntimeError(f"XQA cannot be compiled: {error.stderr[-200:]}") from error
-    ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)  # where the library finds the driver's functions
+    ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)  # the library finds the driver's functions there
     return tvm_ffi.load_module(str(library)).xqa_wrapper
 
 
 def _library(form: Form, data: pathlib.Path, tvm_ffi: pathlib.Path) -> pathlib.Path:
-    """Compiles a form, unless that was done before from the same sources with the same flags."""
+    """Compiles a form, unless it was compiled before from the same sources with the same flags."""
     shape = (f"-DHEAD_ELEMS={form.d}", f"-DHEAD_GRP_SIZE={form.group}", f"-DTOKENS_PER_PAGE={form.page_size}")
     sources = [data / "csrc" / name for name in SOURCES]
     name = hashlib.sha256(" ".join([*FLAGS, *shape, _digest(data)]).encode()).hexdigest()[:16]
@@ -137,15 +137,15 @@ def _run_nvcc(arguments: list[str]) -> None:
 
 
 def _digest(data: pathlib.Path) -> str:
-    """Of all sources of the kernel."""
+    """Returns a digest of all sources of the kernel."""
     return digest(sorted(path for path in (data / "csrc" / "xqa").iterdir() if path.is_file()))
 
 
 def _call(wrapper: Callable[..., None], case: GqaCase) -> Callable[[], torch.Tensor]:
-    """A call that returns its output, always the same tensor.
+    """Returns a call that returns its output, always the same tensor.
 
     Args:
-        wrapper: of the case's form.
+        wrapper: wrapper of the case's form.
         case: one query a sequence, q in bfloat16, which the kernel rounds to FP8; caches of FP8 in paged_NHD, of which
             both have the scale of keys, one number, or none.
     """
@@ -174,7 +174,7 @@ def _call(wrapper: Callable[..., None], case: GqaCase) -> Callable[[], torch.Ten
 
 
 def version() -> str:
-    """Of FlashInfer and its sources."""
+    """Returns the versions of FlashInfer and its sources."""
     data = _data()
     if isinstance(data, str):
         return f"missing: {data}"

@@ -1,10 +1,10 @@
-"""Attention over keys and values that went through the formats of a cache, as `Attend` of models.py has it.
+"""Attention over keys and values that went through the formats of a cache, an `Attend` of models.py.
 
-The package's appends write whole sequences into a cache, attention reads them back dequantized: that is what a decoding
-step computes, for no token's codes depend on a later token. So that it is, the last query of each call is decoded by
-the package's op over the same cache as well, and both must agree.
+The package's appends write whole sequences into a cache, and attention reads them back dequantized. A decoding step
+computes the same, because no token's codes depend on a later token. To make sure, the package's op also decodes the
+last query of each call over the same cache, and both must agree.
 
-Whatever the format, but float32, queries, keys, values and outputs are bfloat16, as the ops take and return them.
+In every format but float32, queries, keys, values and outputs are bfloat16, as the ops take and return them.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from cute_kernels.gqa.reference import dequantize, quantize, quantize_as
 LAYOUT: Final = "BSNH"
 SCALE_DTYPE: Final = torch.float16
 CALIBRATED: Final = ("per_tensor", "per_head")
-"""Granularities whose scales tokens share: known before the first token, so they come from other text."""
+"""Granularities whose scales tokens share: known before the first token, so they are computed from other text."""
 ROUNDING, CANCELLATION = 2.0**-7, 2.0**-16
-"""What an output may differ by from the op's: a unit in the last place of bfloat16, for sums are float32 here and
-float64 there; and so much of the largest value, where values cancel."""
+"""Limits of the difference of an output from the op's: a unit in the last place of bfloat16, because sums are float32
+here and float64 there; and this part of the largest value, because values may cancel."""
 
 
 class Mismatch(RuntimeError):
-    """An op said something else than attention over the whole sequence: the table would be of something else."""
+    """An op's output differs from attention over the whole sequence: the table would describe something else."""
 
 
 def require_agreement(name: str, got: torch.Tensor, want: torch.Tensor, largest: torch.Tensor) -> None:
-    """Holds the output of an op to that of attention here.
+    """Compares the output of an op with the output of attention here.
 
     Raises:
-        Mismatch: they differ by more than rounding, or one is no number.
+        Mismatch: they differ by more than rounding, or one is not a number.
     """
     worst = ((got.float() - want).abs() / (ROUNDING * want.abs() + CANCELLATION * largest)).max().item()
     if not worst <= 1:
@@ -49,9 +49,9 @@ def require_agreement(name: str, got: torch.Tensor, want: torch.Tensor, largest:
 
 
 class GqaFormat(NamedTuple):
-    """How keys and values are kept.
+    """A way to store keys and values.
 
-    kind    what shares a scale; None: no scale
+    kind    granularity of the scales; None: no scale
     stored  the kind of `kv_append`, if that is not "int8"
     """
 
@@ -66,7 +66,7 @@ class GqaFormat(NamedTuple):
         return self.kind is not None and self.kind.granularity in CALIBRATED
 
     def bytes_per_token(self, h_kv: int, d: int) -> float:
-        """Of one token's key and value in one KV head; scales that tokens share count nothing."""
+        """Bytes of one token's key and value in one KV head; scales that tokens share count nothing."""
         scales = 0
         if self.stored is not None:
             return sum(d / values_of(name) + 4 for name in KINDS[self.stored])
@@ -89,19 +89,19 @@ GQA_FORMATS: Final = (
 
 
 class Recorder:
-    """Attends as a bfloat16 cache and keeps the keys and values, for calibration: (batch, tokens, h_kv, d)."""
+    """Attends like a bfloat16 cache and keeps the keys and values, for calibration: (batch, tokens, h_kv, d)."""
 
     def __init__(self) -> None:
         self.seen: tuple[torch.Tensor, ...] = ()
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-        """An `Attend`."""
+        """Attends: see `Attend`."""
         self.seen = k.bfloat16(), v.bfloat16()
         keys, values = (x.float() for x in self.seen)
         return causal_attention(q.bfloat16().float(), keys, values, softmax_scale).bfloat16().float()
 
     def scales(self, gqa_format: GqaFormat) -> tuple[torch.Tensor, ...]:
-        """The scales of K and V with which no number that was seen saturates; none where tokens have their own."""
+        """Returns the scales of K and V with which no recorded number saturates; none if tokens have their own."""
         if gqa_format.kind is None or not gqa_format.calibrated:
             return ()
         if gqa_format.dtype == torch.int8:
@@ -110,13 +110,13 @@ class Recorder:
 
 
 class GqaCache:
-    """Attention over whole sequences as a format gives their keys and values back."""
+    """Attention over whole sequences, with keys and values after a round trip through a format."""
 
     def __init__(self, gqa_format: GqaFormat, scales: tuple[torch.Tensor, ...] = ()) -> None:
         self.format, self.scales = gqa_format, scales
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-        """An `Attend`."""
+        """Attends: see `Attend`."""
         if self.format.dtype == torch.float32:
             return causal_attention(q, k, v, softmax_scale)
         caches, scales = self._written(k.bfloat16(), v.bfloat16())
@@ -130,7 +130,7 @@ class GqaCache:
         return out
 
     def _written(self, k: torch.Tensor, v: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """Both caches, and their scales."""
+        """Returns both caches, and their scales."""
         slots = torch.arange(k.shape[0] * k.shape[1])
         if self.format.stored is not None:
             stored = [quantize_as(name, torch.zeros(k.shape)) for name in KINDS[self.format.stored]]
@@ -142,7 +142,7 @@ class GqaCache:
             scales: list[torch.Tensor | None] = list(self.scales) or [None, None]
             if self.format.dtype == torch.bfloat16:
                 return [k, v], scales
-            # saturating, as a serving stack writes an FP8 cache: the package has no append of it
+            # saturating, as a serving stack writes an FP8 cache: the package has no append for it
             scaled = [x.float() if s is None else x.float() / s.float() for x, s in zip((k, v), scales, strict=True)]
             return [x.clamp(-fp8_mla.FP8_MAX, fp8_mla.FP8_MAX).to(E4M3) for x in scaled], scales
         assert self.format.kind is not None
@@ -158,25 +158,25 @@ LATENT_FORMATS: Final = {
     "v3.2": ("float32", "bfloat16", "v3.2"),
     "v4": ("float32", "bfloat16", "v3.2_nope", "v4", "v4.1", "v4.1_fp4"),
 }
-"""Formats of each model, those of its sizes."""
+"""Formats of each model that fit its sizes."""
 LATENT_D_QK: Final = {"v3.2": 576, "v4": 512}
 
 
 class LatentCache:
-    """Attention over latents of whole sequences out of a format: "float32", "bfloat16" or one of fp8_mla."""
+    """Attention over latents of whole sequences after a format: "float32", "bfloat16" or one of fp8_mla."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-        """An `Attend`."""
+        """Attends: see `Attend`."""
         if self.name == "float32":
             return causal_attention(q, k, v, softmax_scale)
         batch, tokens, _, d = k.shape
         keys, q16 = k.bfloat16(), q.bfloat16()
         if self.name == "bfloat16":
             return self._attend(q16, keys.float(), softmax_scale)
-        page = -(-tokens // 16) * 16  # one a sequence; rows are aligned
+        page = -(-tokens // 16) * 16  # one page a sequence; rows are aligned
         slots = (torch.arange(batch).view(-1, 1) * page + torch.arange(tokens)).flatten()
         cache = torch.zeros((batch, page, fp8_mla.FORMATS[self.name].token_bytes), dtype=torch.uint8)
         mla_fp8_append(keys.view(-1, d), cache, slots, cache_format=self.name)
@@ -210,12 +210,12 @@ class Way(NamedTuple):
 
 
 def ways(model_name: str, model: Any, calibration: torch.Tensor) -> list[Way]:
-    """All formats of a model's cache.
+    """Returns all formats of a model's cache.
 
     Args:
         model_name: a key of `LATENT_FORMATS`; any other has keys and values of heads.
-        model: what `models.build` made, or another Llama with its attention.
-        calibration: (windows, tokens) int64, text from which scales that tokens share come.
+        model: a model of `models.build`, or another Llama with its attention.
+        calibration: (windows, tokens) int64, text from which shared scales are computed.
     """
     number = len(model.model.layers)
     if model_name in LATENT_FORMATS:

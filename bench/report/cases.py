@@ -1,4 +1,4 @@
-"""What tables ask of a recorded case: its name, its figures, its peers."""
+"""The name, the figures and the peers of a recorded case, for tables."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ PEERS: Final = {
     "fa3_fp8": "FA3 over fp8",
     "xqa_fp8": "XQA over fp8",
 }
-"""Entries of "peers" in a case, and what tables call them."""
+"""Entries of "peers" in a case, and their names in tables."""
 FLASH: Final = ("fa3", "fa4", "fa3_bf16", "fa3_fp8", "xqa_fp8")
 """Peers from other wheels, which not every run has."""
 USUAL: Final = {"h_q": 32, "h_kv": 8, "d": 128, "s_q": 1, "window": None}
-"""Sizes of most GQA cases; a name tells what differs."""
+"""Sizes of most GQA cases; a name mentions only other sizes."""
 
 
 def cases_of(record: Record, *ops: str) -> list[Case]:
-    """The cases of these operations."""
+    """Returns the cases of these operations."""
     return [case for case in record["cases"] if case["op"] in ops]
 
 
@@ -36,7 +36,7 @@ def cases_of(record: Record, *ops: str) -> list[Case]:
 
 
 def name(case: Case) -> str:
-    """What a row is called, without the operation."""
+    """Returns the name of a row, without the operation."""
     names = {"mla_fp8_decode": _mla_name, "gqa_decode": _gqa_name, "sink_attention": _sink_name}
     return names.get(case["op"], _append_name)(case)
 
@@ -52,12 +52,12 @@ def _mla_name(case: Case) -> str:
 
 
 def heads(case: Case) -> str:
-    """Batch, heads and query tokens."""
+    """Returns batch, heads and query tokens."""
     return f"{case['batch']} x {case['h_q']} x {case['s_q']}"
 
 
 def _gqa_name(case: Case) -> str:
-    """Dtype, scales and layout of the cache, batch and length, and what else is not as in most cases."""
+    """Returns dtype, scales and layout of the cache, batch and length, and what differs from most cases."""
     scales = "" if case["scales"] == "none" else f" {case['scales'].replace('_', ' ')}"
     layout = f"{case['layout']} {case['page_size']}" if "page_size" in case else case["layout"]
     unusual = [f"{key} {case[key]}" for key, value in USUAL.items() if case.get(key, value) != value]
@@ -81,25 +81,25 @@ def _append_name(case: Case) -> str:
 
 
 def spread(case: Case) -> str:
-    """10th and 90th percentile of the time."""
+    """Returns the 10th and 90th percentile of the time."""
     return f"{short(case['us_p10'])} .. {short(case['us_p90'])}" if "us_p10" in case else MISSING
 
 
 def fraction(case: Case) -> str:
-    """The rate of a case over what the card reaches for reads, or for copies."""
+    """Returns the rate of a case over the card's ceiling for reads or copies."""
     kinds = {"copy_fraction": "copies", "read_fraction": "reads"}
     return next((f"{case[key]:.2f} of {kind}" for key, kind in kinds.items() if key in case), MISSING)
 
 
 def host(case: Case) -> str:
-    """Host microseconds of an eager call, and how many times those of torch's `mul_` they are."""
+    """Returns host microseconds of an eager call, and their ratio to torch's `mul_`."""
     if case.get("host_mul_us"):
         return f"{short(case['host_us'])} ({case['host_us'] / case['host_mul_us']:.2f} x)"
     return short(case.get("host_us"))
 
 
 def must(case: Case) -> str:
-    """What a case has to reach, in words, and whether it misses that."""
+    """Returns in words what a case has to reach, and whether it misses that."""
     words = {
         "read_fraction": "{:.2f} of reads",
         "copy_fraction": "{:.2f} of copies",
@@ -114,7 +114,7 @@ def must(case: Case) -> str:
 
 
 def values_of(record: Record, case: Case) -> dict[str, Any]:
-    """What a record has of a case's families of values; empty where it has nothing, or the case failed there."""
+    """Returns a record's entry for a case's families of values; empty if it has none, or the case failed there."""
     wanted = identity(case)
     found: dict[str, Any] = next((entry for entry in record.get("values", []) if identity(entry) == wanted), {})
     return {} if "failed" in found else found
@@ -124,23 +124,23 @@ def values_of(record: Record, case: Case) -> dict[str, Any]:
 
 
 def peer_name(case: Case) -> str:
-    """The peer that every run has, FlashMLA or cuDNN, as the record calls it; empty if it did not run the case."""
+    """Returns the record's name of the peer that every run has, FlashMLA or cuDNN; empty if it did not run the case."""
     return next((peer for peer in case.get("peers") or {} if peer not in FLASH), "")
 
 
 def peer_of(case: Case) -> dict[str, Any]:
-    """What the record has of `peer_name`; empty if it did not run the case."""
+    """Returns the record's entry for `peer_name`; empty if it did not run the case."""
     peers = case.get("peers") or {}
     return peers.get(peer_name(case), {})
 
 
 def ratios(case: Case) -> list[float]:
-    """The peer's time over ours, where it was measured."""
+    """Returns the peer's times over ours, as far as they were measured."""
     return [peer_of(case)["ratio"]] if "ratio" in peer_of(case) else []
 
 
 def faster(case: Case, times: bool = False) -> str:
-    """How many times as long each peer takes, in-layer and, in parentheses, under load; with its time and note."""
+    """Returns how many times as long each peer takes, in-layer and, in parentheses, under load; with time and note."""
     found = []
     for peer, entry in (case.get("peers") or {}).items():
         if "ratio" in entry:

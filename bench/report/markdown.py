@@ -1,8 +1,8 @@
-"""Markdown tables, how figures are written in them, and the block of a page that a script writes.
+"""Markdown tables, the format of figures in them, and the block of a page that a script writes.
 
 Every page that a script writes takes its tables from here.
 
-`tabulate` pads each cell to the width of its column. These tables do not: one longer cell is a diff of one line.
+`tabulate` pads each cell to the width of its column. These tables do not, so that one longer cell changes one line.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ MISSING = "–"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a table: the first column to the left, all others to the right."""
+    """Returns lines of a table: the first column to the left, all others to the right."""
     rule = ["---"] + ["---:"] * (len(header) - 1)
     return [f"| {' | '.join(row)} |" for row in (header, rule, *rows)]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table for a terminal, the header first; a row that is shorter than that sets no width."""
+    """Returns lines of a table for a terminal, the header first; a row shorter than the header sets no width."""
     widths = [max(len(row[column]) for row in rows if len(row) == len(rows[0])) for column in range(len(rows[0]))]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def paragraphs(*blocks: list[str]) -> list[str]:
-    """The blocks that have lines, an empty line between them."""
+    """Joins the blocks that have lines, with an empty line between them."""
     lines: list[str] = []
     for block in filter(None, blocks):
         lines += [*([""] if lines else []), *block]
@@ -33,7 +33,7 @@ def paragraphs(*blocks: list[str]) -> list[str]:
 
 
 def split(text: str, name: str) -> tuple[str, str, str]:
-    """A page up to the first mark of a block, what is between both, and the page from the second one on.
+    """Splits a page into the text up to the first mark of a block, the block, and the text from the second mark on.
 
     Raises:
         ValueError: a mark is missing, occurs twice, or they are in the wrong order.
@@ -47,28 +47,28 @@ def split(text: str, name: str) -> tuple[str, str, str]:
 
 
 def fill(text: str, name: str, block: str) -> str:
-    """The page with that text as its block; raises as `split`."""
+    """Returns the page with that text as its block; raises as `split`."""
     head, _, tail = split(text, name)
     return f"{head}\n{block}\n{tail}"
 
 
 def short(value: float | None) -> str:
-    """Three significant digits, and all digits of the integer part."""
+    """Formats three significant digits, and all digits of the integer part."""
     if value is None:
         return MISSING
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def scientific(value: float | None) -> str:
-    """Two significant digits, for errors."""
+    """Formats two significant digits, for errors."""
     return MISSING if value is None else f"{value:.1e}"
 
 
 def hundredths(value: float | None) -> str:
-    """Two digits after the point, for fractions and ratios."""
+    """Formats two digits after the point, for fractions and ratios."""
     return MISSING if value is None else f"{value:.2f}"
 
 
 def plain(value: object) -> str:
-    """As Python writes it."""
+    """Formats a value as Python prints it."""
     return MISSING if value is None else str(value)

@@ -1,4 +1,4 @@
-"""Pages: which part of the records stands between which pair of markers.
+"""Pages, and which part of the records belongs between which pair of markers.
 
 A pair, `<!-- results:mla:begin -->` and `<!-- results:mla:end -->`, names a part of `PARTS`. results/README.md has all
 tables; README.md and pages below docs/ keep one each. A table moves to another page with its markers, and nothing here
@@ -27,7 +27,7 @@ FIRST = "h200"
 
 
 class Recorded(NamedTuple):
-    """All that was recorded: a record a card, and what single checks wrote."""
+    """Everything that was recorded: a record for each card, and the results of single checks."""
 
     cards: list[Record]
     vllm: list[dict[str, Any]]
@@ -36,12 +36,12 @@ class Recorded(NamedTuple):
 
 
 def record_files(root: pathlib.Path) -> list[pathlib.Path]:
-    """The records of a checkout, in the order in which pages show them: an H200's first."""
+    """Returns the records of a checkout, in the order of pages: an H200's first."""
     return sorted((root / "results").glob("*.jsonl"), key=lambda path: (path.stem != FIRST, path.name))
 
 
 def read(root: pathlib.Path) -> Recorded:
-    """All records of a checkout."""
+    """Reads all records of a checkout."""
     cards = [records.read(path) for path in record_files(root)]
     others = (
         [json.loads(path.read_text(encoding="utf-8")) for path in sorted((root / "results" / folder).glob("*.json"))]
@@ -51,7 +51,7 @@ def read(root: pathlib.Path) -> Recorded:
 
 
 def _of_each_card(table: Callable[[Record], list[str]]) -> Callable[[Recorded], list[str]]:
-    """The table of every card that has such cases, below its name where there are several cards."""
+    """Makes the table of every card that has such cases, below its name if there are several cards."""
 
     def render(found: Recorded) -> list[str]:
         made = [(record["card"], lines) for record in found.cards if (lines := table(record))]
@@ -62,7 +62,7 @@ def _of_each_card(table: Callable[[Record], list[str]]) -> Callable[[Recorded], 
 
 
 def _side_by_side(table: Callable[[Record], tables.Columns]) -> Callable[[Recorded], list[str]]:
-    """One table of all cards, by their short names."""
+    """Makes one table of all cards, by their short names."""
     return lambda found: tables.side_by_side({record["card"].split()[1]: table(record) for record in found.cards})
 
 
@@ -94,11 +94,11 @@ PARTS: dict[str, Callable[[Recorded], list[str]]] = {
     "perplexity": lambda found: paragraphs(*map(perplexity.whole, found.accuracy)),
     "perplexity-brief": lambda found: paragraphs(*map(perplexity.brief, found.accuracy)),
 }
-"""What stands between the markers of each name."""
+"""The text between the markers, by their name."""
 
 
 def render(found: Recorded, part: str) -> str:
-    """The Markdown that belongs between the markers of that name."""
+    """Returns the Markdown that belongs between the markers of that name."""
     lines = PARTS[part](found)
     if not lines:
         return NO_CASES if any(found) else NO_RESULTS
@@ -106,10 +106,10 @@ def render(found: Recorded, part: str) -> str:
 
 
 def fill(text: str, found: Recorded) -> str:
-    """The page with what belongs there between each of its pairs of markers.
+    """Returns cycles per token and CTA of each unit, for variants with 128 heads and the published estimate.
 
     Raises:
-        ValueError: there is no pair, a marker is alone, a pair lies in another, or there is no part of that name.
+        ValueError: the page has no pair, a marker is alone, pairs are nested, or no part has that name.
     """
     marks = list(MARKER.finditer(text))
     if not marks:
@@ -129,6 +129,6 @@ def fill(text: str, found: Recorded) -> str:
 
 
 def pages(root: pathlib.Path) -> list[pathlib.Path]:
-    """README.md, and results/README.md and whatever below docs/ has a marker."""
+    """Returns README.md, results/README.md and every page below docs/ that has a marker."""
     others = [*(root / "results").glob("README.md"), *sorted((root / "docs").rglob("*.md"))]
     return [root / "README.md", *(path for path in others if MARKER.search(path.read_text(encoding="utf-8")))]

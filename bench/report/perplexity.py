@@ -14,12 +14,12 @@ COLUMNS: Final = ("perplexity", "difference to bfloat16, %", "divergence")
 
 
 def whole(record: Record) -> list[str]:
-    """The table and what the record is of."""
+    """Returns the table and the facts about the record."""
     return [*table(record), "", *(f"- {fact}" for fact in facts(record))]
 
 
 def table(record: Record) -> list[str]:
-    """Lines of Markdown: a row for each format of each model, the variants next to each other."""
+    """Returns lines of Markdown: a row for each format of each model, the variants next to each other."""
     models = record["models"]
     variants = list(next(iter(models.values()))["variants"])
     header = ["cache", "bytes", *(f"{variant}: {column}" for variant in variants for column in COLUMNS)]
@@ -33,7 +33,7 @@ def table(record: Record) -> list[str]:
 
 
 def brief(record: Record) -> list[str]:
-    """Lines of Markdown: the formats of the real model and those of latents, without the perplexities themselves."""
+    """Returns lines of Markdown: the formats of the real model and of latents, without the perplexities themselves."""
     models = record["models"]
     variants = list(next(iter(models.values()))["variants"])
     header = ["cache", "bytes", *(f"{variant}: {column}" for variant in variants for column in COLUMNS[1:])]
@@ -54,12 +54,12 @@ def _cells(entry: Record) -> list[str]:
 
 
 def _percent(value: float, sign: str = "") -> str:
-    """To a thousandth of a percent: rounding to bfloat16 changes as much."""
+    """Formats a thousandth of a percent: rounding to bfloat16 changes as much."""
     return f"{round(value, 3):{sign}g}"
 
 
 def facts(record: Record) -> list[str]:
-    """Sentences on what the record is of."""
+    """Returns sentences about how the record was made."""
     text, training, models = record["text"], record["training"], record["models"]
     sources = ", ".join(f"{name} {count:,}" for name, count in text["characters"].items())
     small = {name: model for name, model in models.items() if "training_loss" in model}

@@ -1,4 +1,4 @@
-"""Plots of speeds, one an operation: what scripts/results_table.py puts into docs/img/."""
+"""Plots of speeds, one per operation: scripts/results_table.py puts them into docs/img/."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Panels = Mapping[str, Sequence[Case]]
 
 
 def draw(record: Record, folder: pathlib.Path) -> list[str]:
-    """Write the plots that the record has cases for, and return their names: none without matplotlib."""
+    """Writes the plots for which the record has cases, and returns their names: none without matplotlib."""
     mla = [case for case in cases_of(record, "mla_fp8_decode") if _is_usual(case)]
     gqa = [case for case in cases_of(record, "gqa_decode") if ratios(case)]
     sink = passes(record)
@@ -35,13 +35,13 @@ def _is_usual(case: Case) -> bool:
 
 
 def _panels(cases: Sequence[Case], key: str) -> Panels:
-    """The cases that have a speed, by the value of a field."""
+    """Groups the cases that have a speed by the value of a field."""
     timed = [case for case in cases if case.get("us") and "failed" not in case]
     return {value: [case for case in timed if case[key] == value] for value in dict.fromkeys(c[key] for c in timed)}
 
 
 def _bars(record: Record, panels: Panels, rate: str, plt: Any) -> Any:
-    """Bars of the rate of each case beside its peer's, panels side by side, each as wide as it has cases."""
+    """Draws the rate of each case beside its peer's, panels side by side, each as wide as its number of cases."""
     widths = [len(cases) for cases in panels.values()]
     figure, axes = plt.subplots(1, len(panels), figsize=(12, 4.6), width_ratios=widths, sharey=True, squeeze=False)
     axes[0][0].set_ylabel({"TFLOPs": "TFLOP/s", "GBps": "GB/s, the peer's in bytes of our cache"}[rate])

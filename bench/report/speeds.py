@@ -48,7 +48,7 @@ SPEEDS: Final[Mapping[str, Sequence[Any]]] = {
 
 
 def speeds(part: str, records: Sequence[Record]) -> list[str]:
-    """A row a case that some record has; time and speed for each card, and in the README the error, which pages say."""
+    """Makes a row per recorded case: time and speed for each card, and in the README the error, which pages mention."""
     is_readme = part == "headlines"
     header, rows = ["call" if is_readme else "case"], []
     for record in records:
@@ -66,12 +66,12 @@ def speeds(part: str, records: Sequence[Record]) -> list[str]:
 
 
 def find(record: Record, case: Any) -> Case | None:
-    """What a record has of a case of the benchmark; None if it has nothing."""
+    """Returns a record's entry for a case of the benchmark; None if it has none."""
     return find_case(record, case.key)
 
 
 def _figures(record: Record, case: Case | None) -> tuple[str, str]:
-    """Time and speed, with those of the family of values that takes longest where it was measured."""
+    """Returns time and speed, and those of the slowest family of values if it was measured."""
     if case is None or "failed" in case:
         return (MISSING if case is None else "check failed"), MISSING
     us, speed = short(case["us"]), faster(case)

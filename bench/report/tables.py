@@ -1,4 +1,4 @@
-"""The parts of results/README.md that show one card: every recorded case, a table an operation."""
+"""The parts of results/README.md that show one card: every recorded case, one table per operation."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ COLUMNS: dict[str, Callable[[Case], str]] = {
 
 
 def case_table(title: str, cases: Sequence[Case]) -> list[str]:
-    """A row a case. One that failed has its errors and no figure."""
+    """Makes a row per case. A failed case has its errors and no figure."""
     rows = []
     for case in cases:
         shown = ("us", *ERRORS) if "failed" in case else COLUMNS
@@ -52,14 +52,14 @@ def case_table(title: str, cases: Sequence[Case]) -> list[str]:
 
 
 class Columns(NamedTuple):
-    """A table of one card of which pages show those of all cards side by side: its header, and a row a case."""
+    """A table of one card that pages show side by side with other cards': its header, and a row per case."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
 
 
 def side_by_side(parts: Mapping[str, Columns]) -> list[str]:
-    """The columns of each card, by its name, in one table with a row for each case that a card has."""
+    """Joins the columns of each card, by its name, in one table with a row for each case of any card."""
     cases = dict.fromkeys(row[0] for part in parts.values() for row in part.rows)
     cells = [{row[0]: row[1:] for row in part.rows} for part in parts.values()]
     header = [f"{card}: {column}" for card, part in parts.items() for column in part.header[1:]]
@@ -72,7 +72,7 @@ def side_by_side(parts: Mapping[str, Columns]) -> list[str]:
 
 
 def dense(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table without the columns that no row has a figure for; nothing where there is no row."""
+    """Makes a table without columns that have no figure in any row; nothing if there is no row."""
     kept = [place for place in range(len(header)) if any(row[place] != MISSING for row in rows)]
     names, *picked = ([row[place] for place in kept] for row in (header, *rows))
     return markdown.table(names, picked) if rows else []
@@ -82,7 +82,7 @@ def dense(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def run(record: Record) -> list[str]:
-    """Card and versions, tests, sanitizers and ceilings; random calls."""
+    """Returns card and versions, tests, sanitizers and ceilings; random calls."""
     tests, ceilings = record["tests"], record["ceilings"]
     tools = (*SANITIZER_TOOLS, *(tool for tool in MORE_TOOLS if tool in tests["sanitizer"]))
     sanitizer = ", ".join(
@@ -102,7 +102,7 @@ def run(record: Record) -> list[str]:
 
 
 def several(record: Record) -> str:
-    """How many cases are medians of several runs."""
+    """Returns how many cases are medians of several runs."""
     counts = [len(case["runs"]) for case in record["cases"] if "runs" in case]
     if not counts:
         return ""
@@ -110,7 +110,7 @@ def several(record: Record) -> str:
 
 
 def random_calls(record: Record) -> list[str]:
-    """What random calls found, where the record has them."""
+    """Returns the findings of random calls, if the record has them."""
     entry = record.get("reliability")
     if entry is None:
         return []
@@ -128,34 +128,34 @@ def random_calls(record: Record) -> list[str]:
 
 
 def mla(record: Record) -> list[str]:
-    """MLA decoding over the 656-byte format."""
+    """Returns MLA decoding over the 656-byte format."""
     usual = [case for case in cases_of(record, "mla_fp8_decode") if "cache_format" not in case]
     return case_table("`mla_fp8_decode`: batch x heads x s_q", usual)
 
 
 def mla_formats(record: Record) -> list[str]:
-    """MLA decoding over the other formats, with one cache and with two."""
+    """Returns MLA decoding over the other formats, with one cache and with two."""
     others = [case for case in cases_of(record, "mla_fp8_decode") if "cache_format" in case]
     return case_table("`mla_fp8_decode`, formats: batch x heads x s_q", others)
 
 
 def gqa(record: Record) -> list[str]:
-    """GQA decoding."""
+    """Returns GQA decoding."""
     return case_table("`gqa_decode`: cache, layout, batch x s_k", cases_of(record, "gqa_decode"))
 
 
 def sink(record: Record) -> list[str]:
-    """Forward and backward of sink attention."""
+    """Returns forward and backward of sink attention."""
     return case_table("`sink_attention`: pass, query/KV heads, batch x tokens", passes(record))
 
 
 def append_merge(record: Record) -> list[str]:
-    """The appends and the merge."""
+    """Returns the appends and the merge."""
     return case_table("operation", cases_of(record, "mla_fp8_append", "kv_int8_append", "merge_states"))
 
 
 def passes(record: Record) -> list[Case]:
-    """The cases of forward and backward."""
+    """Returns the cases of forward and backward."""
     return [case for case in cases_of(record, "sink_attention") if case.get("pass") != "routing"]
 
 
@@ -163,7 +163,7 @@ def passes(record: Record) -> list[Case]:
 
 
 def power(record: Record) -> list[str]:
-    """The cases whose power was measured: each kernel alone under load, ours and FlashMLA's."""
+    """Returns the cases whose power was measured: each kernel alone under load, ours and FlashMLA's."""
     figures = {"us_loaded_alone": "us alone under load", "sm_mhz": "MHz", "watts": "W"}
     rows = []
     for case in cases_of(record, "mla_fp8_decode"):
@@ -179,7 +179,7 @@ def power(record: Record) -> list[str]:
 
 
 def crossover(record: Record) -> Columns:
-    """The cases that are timed with each exchange forced."""
+    """Returns the cases that are timed with each exchange forced."""
     ways = ("none", "codes", "values")
     rows = [
         [name(case), *(short(case["exchange_us"][way]) + mark(case) for way in ways)]
@@ -190,11 +190,11 @@ def crossover(record: Record) -> Columns:
 
 
 WAYS = {"exact": "exact", "bf16 keys": "keys in bf16", "flash_mla": "FlashMLA"}
-"""Entries of the record's accuracy, and what the table calls them."""
+"""Entries of the record's accuracy, and their names in the table."""
 
 
 def accuracy(record: Record) -> Columns:
-    """Errors of output and log-sum-exp, a row for each kind of inputs."""
+    """Returns errors of output and log-sum-exp, a row for each kind of inputs."""
     rows = []
     for row in record.get("accuracy", ()):
         found = [row["errors"].get(way, {}) for way in WAYS]
@@ -204,7 +204,7 @@ def accuracy(record: Record) -> Columns:
 
 
 def routing(record: Record) -> Columns:
-    """Few queries: microseconds decoded and prefilled, that of the route taken in bold."""
+    """Returns microseconds of few queries, decoded and prefilled; the chosen route is bold."""
     cases = [case for case in cases_of(record, "sink_attention") if case.get("pass") == "routing"]
     queries = list(dict.fromkeys(case["s_q"] for case in cases))
     by_size: dict[tuple[int, int], dict[int, Case]] = {}
@@ -225,7 +225,7 @@ def _both_routes(case: Case | None) -> str:
 
 
 def values(record: Record) -> Columns:
-    """A row for each case that was timed with families of values."""
+    """Returns a row for each case that was timed with families of values."""
     ratios = {
         "worst_ratio": "x N(0,1)",
         "slow_ratio": "slow family, x",

@@ -1,4 +1,4 @@
-"""Tables and the plot of vLLM, from what scripts/vllm_check.py wrote."""
+"""Tables and the plot of vLLM, from the results of scripts/vllm_check.py."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PAIRS = (
     ("fp8", "cute-fp8", "flash-fp8", "FlashAttention 3"),
     ("fp8", "cute-fp8", "triton-fp8", "Triton"),
 )
-"""Cache, our backend, the other one over the same cache, and its name."""
+"""Cache, our backend, the other backend over the same cache, and its name."""
 LONG = 8192  # tokens from which ours must be faster
-INT8_TIMES = 2.0  # what it must be faster by over INT8
+INT8_TIMES = 2.0  # factor by which ours must be faster over INT8
 
 
 class Row(NamedTuple):
-    """A case that both backends have, or one of them: so many requests, with so many tokens in the cache or to come."""
+    """A case of both backends, or of one: its number of requests, and their tokens in the cache or to come."""
 
     cache: str
     other: str
@@ -31,13 +31,13 @@ class Row(NamedTuple):
     theirs: Mapping[str, Any]
 
     def times(self, key: str) -> float | None:
-        """How often ours fits into theirs."""
+        """Returns their time over ours."""
         ours, theirs = self.ours.get(key), self.theirs.get(key)
         return theirs / ours if ours and theirs else None
 
 
 def rows(found: Found, part: str = "speed", fields: tuple[str, str] = ("batch", "context")) -> list[Row]:
-    """All cases of a part, by cache and by the two numbers that `fields` names."""
+    """Returns all cases of a part, by cache and by the two numbers that `fields` names."""
     backends = found.get(part, {}).get("backends", {})
 
     def cases(name: str) -> dict[tuple[int, int], Mapping[str, Any]]:
@@ -52,12 +52,12 @@ def rows(found: Found, part: str = "speed", fields: tuple[str, str] = ("batch", 
 
 
 def times(value: float | None) -> str:
-    """Of "1.83 x"."""
+    """Formats a ratio: "1.83 x"."""
     return MISSING if value is None else f"{value:.2f} x"
 
 
 def speed(found: Found) -> list[str]:
-    """Milliseconds per token, and of the kernels of attention in it."""
+    """Returns milliseconds per token, and the share of attention kernels."""
     made = rows(found)
     if not made:
         return []
@@ -81,7 +81,7 @@ def speed(found: Found) -> list[str]:
 
 
 def speeds(all_found: Sequence[Found]) -> list[str]:
-    """One table for the page: the runs with the most layers over their longest context, cards side by side."""
+    """Makes one table for the page: the runs with the most layers over their longest context, cards side by side."""
     layers = max((found["speed"]["layers"] for found in all_found if "speed" in found), default=0)
     header, lines = ["cache, other backend, batch x context"], dict[str, list[str]]()
     for found in all_found:
@@ -98,7 +98,7 @@ def speeds(all_found: Sequence[Found]) -> list[str]:
 
 
 def verdict(made: list[Row]) -> list[str]:
-    """How many of the long cases reach what they must."""
+    """Returns how many of the long cases reach their goal."""
     long = [row for row in made if row.context >= LONG and row.times("ms") is not None]
     if not long:
         return []
@@ -113,7 +113,7 @@ def verdict(made: list[Row]) -> list[str]:
 
 
 def tokens(found: Found) -> list[str]:
-    """Which engines served the tokens of transformers."""
+    """Returns which engines produced transformers' tokens."""
     engines = found.get("tokens", {}).get("engines", {})
     served = [(name, engine) for name, engine in engines.items() if engine.get("wrong_requests")]
     if not served:
@@ -132,7 +132,7 @@ COUNTS = ("tokens", "differ", "otherwise", "wrong")
 
 
 def mla(all_found: Sequence[Found]) -> list[str]:
-    """What the page for users has of sparse MLA: a row for each vLLM, model and whose runs ours are beside."""
+    """Returns the user page's table of sparse MLA: a row for each vLLM, model and engine that ours is compared with."""
     sums: dict[tuple[str, str, str], dict[str, int]] = {}
     for found in all_found:
         for model, said in found.get("mla-tokens", {}).get("models", {}).items():
@@ -148,7 +148,7 @@ def mla(all_found: Sequence[Found]) -> list[str]:
 
 
 def mla_tokens(found: Found) -> list[str]:
-    """Runs of two engines that were led along the same tokens, over all rounds."""
+    """Returns runs of two engines that were led along the same tokens, over all rounds."""
     lines = []
     for model, said in found.get("mla-tokens", {}).get("models", {}).items():
         for a, b in dict.fromkeys((case["a"], case["b"]) for case in said["cases"] if case["a"] != case["b"]):
@@ -164,7 +164,7 @@ def mla_tokens(found: Found) -> list[str]:
 
 
 def mla_started(found: Found) -> str:
-    """How fast engines started, and what prefix caching and drafts did, in words."""
+    """Returns in words how fast engines started, and the effect of prefix caching and drafts."""
     engines = found.get("mla-tokens", {}).get("engines", {}).values()
     starts = sorted(engine["start_s"] for engine in engines if "start_s" in engine)
     if not starts:
@@ -180,7 +180,7 @@ def mla_started(found: Found) -> str:
 
 
 def shadow(found: Mapping[str, Any]) -> str:
-    """What two kernels answered to the same calls, in words; see bench/vllm_shadow.py."""
+    """Returns in words how two kernels answered the same calls; see bench/vllm_shadow.py."""
     if "apart" in found:
         return f"In {plain(found['calls'])} calls rows of FlashMLA's output are at most {short(found['apart'])} away."
     rows, others = plain(found["rows"]), found["rows_with_others"]
@@ -201,7 +201,7 @@ SHARES = ("attention", "indexer", "top-k", "slots", "rest")
 
 
 def mla_steps(found: Found) -> list[str]:
-    """Milliseconds per token of sparse MLA, with the plugin and without it, and the shares of kernels."""
+    """Returns milliseconds per token of sparse MLA, with the plugin and without it, and the shares of kernels."""
     lines, ratios = [], []
     for heads, ours, theirs in step_pairs(found):
         mine, peer = ours.get("shares_ms", {}), theirs.get("shares_ms", {})
@@ -224,7 +224,7 @@ def mla_steps(found: Found) -> list[str]:
 
 
 def step_pairs(found: Found) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
-    """Heads, our case, and vLLM's own, of all that were timed in both."""
+    """Returns heads, our case, and vLLM's own, for everything that was timed in both."""
     backends, pairs = found.get("mla-steps", {}).get("backends", {}), []
     for name in backends:
         who, _, heads = name.partition("-")
@@ -241,13 +241,13 @@ def step_pairs(found: Found) -> list[tuple[str, Mapping[str, Any], Mapping[str, 
 
 
 def run(found: Found) -> str:
-    """Card, day and versions."""
+    """Returns card, day and versions."""
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return f"{found['card']}, {found['date']}, {versions}:"
 
 
 def sparse(found: Found) -> list[str]:
-    """Sparse MLA by vLLM's forward."""
+    """Returns sparse MLA by vLLM's forward."""
     lines = []
     for case in found.get("sparse", {}).get("cases", []):
         ours, theirs = _us(case, "ours"), _us(case, "flashmla")
@@ -258,13 +258,13 @@ def sparse(found: Found) -> list[str]:
 
 
 def _us(case: Mapping[str, Any], name: str) -> float | None:
-    """Microseconds; None where there is none, or words that say why."""
+    """Returns microseconds; None if there are none, or if words say why."""
     us = case.get(f"{name}_us")
     return us if isinstance(us, float) else None
 
 
 def first(found: Found) -> list[str]:
-    """Milliseconds to the first token."""
+    """Returns milliseconds to the first token."""
     made = [row for row in rows(found, "first", ("requests", "tokens")) if row.times("ms")]
     if not made:
         return []
@@ -280,7 +280,7 @@ def first(found: Found) -> list[str]:
 
 
 def prompts(found: Found) -> list[str]:
-    """Attention of prompts: fresh ones, and those with tokens in the cache."""
+    """Returns attention of prompts: fresh ones, and those with tokens in the cache."""
     parts: tuple[tuple[str, dict[str, str], list[list[str]]], ...] = (
         ("requests x tokens", FRESH, []),
         ("requests x new tokens, in the cache", CONTINUED, []),
@@ -300,11 +300,11 @@ CONTINUED = {
     "ours_auto": "ours, bf16, us", "triton_bf16": "Triton", "ours_fp8": "ours, FP8",
     "flash_fp8": "FlashAttention 3 with FP8 queries", "ours_int8_per_token_head": "ours, INT8", "triton_int8": "Triton",
 }  # fmt: skip
-"""What was measured, and its column."""
+"""Measurements, and the columns that show them."""
 
 
 def wrong(found: Found) -> list[str]:
-    """What failed or was left out, in words."""
+    """Returns in words what failed or was left out."""
     said = found.get("wrong", [])
     return [f"Failed or left out: {'; '.join(' '.join(line.split())[:160] for line in said)}."] if said else []
 
@@ -321,7 +321,7 @@ BLOCKS: dict[str, Callable[[Found], list[str]]] = {
 
 
 def page(all_found: Sequence[Found]) -> list[str]:
-    """What stands between the marks: one card after the other."""
+    """Returns the text between the marks: one card after the other."""
     return paragraphs(*(block for found in all_found for block in _of_card(found)))
 
 
@@ -338,7 +338,7 @@ COLOURS = {1: "#63b3ed", 16: "#2b6cb0", 64: "#c05621"}
 
 
 def speed_plot(found: Found, plt: Any) -> Any:
-    """Milliseconds per token over context, a panel for each pair, ours as lines and the other's dashed."""
+    """Draws milliseconds per token over context, a panel for each pair, ours as lines and the other's dashed."""
     made = [row for row in rows(found) if row.ours.get("ms") and row.theirs.get("ms")]
     panels = list(dict.fromkeys((row.cache, row.other) for row in made))
     if not panels:
@@ -367,7 +367,7 @@ def speed_plot(found: Found, plt: Any) -> Any:
 
 
 def steps_plot(found: Found, plt: Any) -> Any:
-    """Milliseconds of a step's kernels by share, ours beside vLLM's own, a panel for each number of heads."""
+    """Draws milliseconds of a step's kernels by share, ours beside vLLM's own, a panel for each number of heads."""
     pairs = [pair for pair in step_pairs(found) if pair[1]["family"] == "normal"]
     pairs = [(heads, a, b) for heads, a, b in pairs if "shares_ms" in a and "shares_ms" in b]
     panels = sorted({heads for heads, *_ in pairs}, key=int)
@@ -396,4 +396,4 @@ PLOTS: dict[str, tuple[str, Callable[[Found, Any], Any]]] = {
     "vllm_speed.svg": ("speed", speed_plot),
     "vllm_mla_steps.svg": ("mla-steps", steps_plot),
 }
-"""Plots in docs/img: the part of a run that each shows, and what draws it from the first run that has the part."""
+"""Plots in docs/img: the part of a run that each shows, and the function that draws the first run with that part."""

@@ -1,4 +1,4 @@
-"""Calls of every kernel on small shapes, which run under compute-sanitizer. Each is held to its oracle.
+"""Calls of every kernel on small shapes, which run under compute-sanitizer. Each is compared with its oracle.
 
 Inputs are made on the CPU: every kernel of torch that runs here is one more for the tools to follow. They and the
 oracles are float32 whatever the default dtype, which holds while ops are called.
@@ -36,7 +36,7 @@ POISONED_FLOATS, COUNTERS = 1 << 22, 1 << 12  # more than any call here needs, s
 
 
 def worker(part: str, default_dtype: str = "float32") -> None:
-    """Make the calls of a part, and print that they came to their end."""
+    """Makes the calls of a part, and prints that they came to their end."""
     _poison_workspace()
     PARTS[part](Calls(part, getattr(torch, default_dtype)))
     torch.cuda.synchronize()
@@ -44,7 +44,7 @@ def worker(part: str, default_dtype: str = "float32") -> None:
 
 
 def _on_gpu(case: DecodeCase | GqaCase | SinkCase) -> dict[str, Any]:
-    """The arguments of a call, by name."""
+    """Returns the arguments of a call, by name."""
     return {
         name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in case.arguments().items()
     }
@@ -54,7 +54,7 @@ def _poison_workspace() -> None:
     """Fills the scratch memory of this thread's launches with NaN.
 
     A merge reads the partials of splits without keys before it knows that they are empty, and drops them. initcheck
-    would report those reads, which are meant; with NaN in that memory the oracle reports a value that is not dropped.
+    would report those intended reads. With NaN in that memory the oracle detects a value that is not dropped.
     """
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
@@ -65,19 +65,19 @@ def _poison_workspace() -> None:
 
 
 class Calls:
-    """Makes calls under a default dtype of torch, which it leaves as it was, and checks what they return."""
+    """Makes calls under a default dtype of torch, which it restores, and checks their results."""
 
     def __init__(self, part: str, dtype: torch.dtype) -> None:
         self.part, self.dtype = part, dtype
         self.generator = generator(0)
 
     def call(self, op: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """What `op` returns."""
+        """Calls `op` and returns its results."""
         with default_dtype(self.dtype):
             return op(*arguments, **options)
 
     def decode(self, case: DecodeCase, name: str, num_splits: int | None, exchanges: Sequence[str | None]) -> None:
-        """Decode over latent caches, with each of some exchanges, against the oracle."""
+        """Decodes over latent caches, with each of some exchanges, and compares with the oracle."""
         for exchange in exchanges:
             forced: dict[str, Any] = {"num_splits": num_splits, "exchange": exchange}
             out, lse = self.call(cute_kernels.mla_fp8_decode, **_on_gpu(case), **forced, return_lse=True)
@@ -85,7 +85,7 @@ class Calls:
             print(check_decode(out.cpu(), lse.cpu(), name=form, **case.arguments()).require())
 
     def gqa(self, name: str, *, splits: Sequence[int | None] = (None, 1), **options: Any) -> None:
-        """Decode over a K and V cache, against the oracle; with `n`, of lists of n blocks."""
+        """Decodes over a K and V cache, and compares with the oracle; with `n`, lists of n blocks."""
         made = listed_case if "n" in options else gqa_case
         case = made(**{"seqlens": [0, 1, 65, 300], "h_q": 8, "h_kv": 2, **options})
         for num_splits in splits:
@@ -94,7 +94,7 @@ class Calls:
             print(check_gqa(out.cpu(), lse.cpu(), case, name=f"{name}, {num_splits or 'planned'} splits").require())
 
     def sink(self, name: str, *, deterministic: bool = False, **options: Any) -> None:
-        """Forward and backward of sink attention, against the oracle."""
+        """Runs forward and backward of sink attention, and compares with the oracle."""
         case = sink_case(**options, padded=False, device="cpu")
         expected = SinkExpectation.of(case)
         call: dict[str, Any] = _on_gpu(case)
@@ -107,7 +107,7 @@ class Calls:
         expected.require_gradients(*(gradient.cpu() for gradient in gradients))
 
     def append_latent(self) -> None:
-        """Append to pages of every format, some slots negative; bit for bit."""
+        """Appends to pages of every format, some slots negative; compares bit for bit."""
         for cache_format, cache_layout in FORMS:
             pages = AppendPages.random(cache_format, cache_layout, (8, 16), device="cpu").cuda()
             kv = strided(normal((100, 512), self.generator).bfloat16())
@@ -118,7 +118,7 @@ class Calls:
                 raise AssertionError(f"mla_fp8_append, {cache_format}, {cache_layout}: differs from fp8_mla.pack")
 
     def samples(self, *names: str) -> None:
-        """The samples of some functions, against the same calls on a CPU."""
+        """Runs the samples of some functions, and compares with the same calls on a CPU."""
         for name, sample in SAMPLES.items():
             if not name.startswith(names):
                 continue
@@ -133,7 +133,7 @@ class Calls:
             print(f"{name}: as on a CPU")
 
     def gather(self) -> None:
-        """Copies of pages, some of which the cache does not have; bit for bit."""
+        """Copies pages, some of which the cache does not have; compares bit for bit."""
         pages = torch.tensor([4, 0, 7, -1, 2], dtype=torch.int32)
         for kind in GATHERED:
             cache = gather_cache(kind, "HND", 64)
@@ -143,7 +143,7 @@ class Calls:
                 raise AssertionError(f"gather_pages, {kind}: differs from the reference")
 
     def _known_to_initcheck(self, *stored: torch.Tensor) -> None:
-        """Copy what TMA stored to the host and back, which initcheck sees."""
+        """Copies what TMA stored to the host and back, which initcheck sees."""
         if self.part == "few sinks":
             for tensor in stored:
                 tensor.data.copy_(tensor.detach().cpu())
@@ -158,7 +158,7 @@ def _mla(calls: Calls) -> None:
     dense = dense_case(seqlens=[0, 1, 65, 200], h_q=16, s_q=2, page_size=16, padded=False)
     wild = sparse_case(batch=1, h_q=64, topk=70, num_slots=256, scales="mixed", padded=False)
     for num_splits in (1, 3, None):
-        exchanges = EXCHANGES if num_splits else (None,)  # shares, where no splits are asked for
+        exchanges = EXCHANGES if num_splits else (None,)  # shares if no splits are requested
         calls.decode(sparse, "sparse", num_splits, exchanges)
         calls.decode(dense, "dense", num_splits, exchanges)
     calls.decode(dataclasses.replace(wild, s_aux=torch.zeros(64)), "scales of very different size", 1, EXCHANGES)
@@ -221,7 +221,7 @@ def _gqa(calls: Calls) -> None:
 
 
 def _sample(calls: Calls) -> None:
-    # split and not, with sinks and without, lse wanted and not: where an absent argument has a constant instead
+    # split and not, with sinks and without, with lse and without: absent arguments are replaced by constants
     calls.samples("")
 
 
@@ -243,7 +243,7 @@ def _tma_stores(calls: Calls) -> None:
 
 
 def _votes(calls: Calls) -> None:
-    """Flags of key tiles that change from tile to tile, so that a lane that read too late would read others."""
+    """Makes key tiles whose flags change from tile to tile, so that a lane that reads too late reads others."""
     case = sparse_case(batch=2, h_q=64, topk=640, num_slots=1024, padded=False, scales="mixed")
     arguments = _on_gpu(case)
     out, lse = cute_kernels.mla_fp8_decode(**arguments, num_splits=1, return_lse=True)
@@ -266,9 +266,9 @@ def _sink(calls: Calls) -> None:
 
 
 def _graphs(calls: Calls) -> None:
-    """Capture graphs of three ops each, keep all, and replay them two at a time on two streams.
+    """Captures graphs of three ops each, keeps all, and replays them two at a time on two streams.
 
-    Every replay must leave the bits of eager calls, which are held to the oracle.
+    Every replay must write the bits of eager calls, which are compared with the oracle.
     """
     names = ("mla out", "mla lse", "gqa out", "gqa lse", "sink out", "sink lse")
     graphs: list[tuple[torch.cuda.CUDAGraph, list[Any], timing.Expected]] = []

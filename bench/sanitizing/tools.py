@@ -1,4 +1,4 @@
-"""compute-sanitizer: runs the calls of `bench.sanitizing.calls` under each tool, and reads what the tools say."""
+"""compute-sanitizer: runs the calls of `bench.sanitizing.calls` under each tool, and reads the tools' reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "sanitize.py"
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-# every report is read, see KNOWN; thousands of stacks of the host take minutes
+# every report is read, see KNOWN; thousands of host stacks take minutes
 OPTIONS = {"initcheck": ("--print-limit", "100000", "--show-backtrace", "no")}
 FINDINGS_EXIT = 99
 WORKER_DONE = "sanitize worker: done"
@@ -28,7 +28,7 @@ PLACES_TO_LOOK = ("/usr/local/cuda/bin", "/opt/cuda/bin")
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) errors?)|(?:RACECHECK SUMMARY: (\d+) hazards?)")
 
 
-# how a report of initcheck or racecheck begins; it ends at a line without text
+# the beginning of a report of initcheck or racecheck; it ends at a line without text
 REPORT = re.compile(
     r"^========= (?:Uninitialized|Host API memory access error|(?:Error|Warning): Race).*?(?=^=========\s*$|\Z)",
     re.MULTILINE | re.DOTALL,
@@ -39,11 +39,11 @@ REPORT = re.compile(
 class Part:
     """Calls that run in a process of their own, at the same time as the others: most of a run is work of the host.
 
-    name           of the calls
-    default_dtype  of torch while the ops are called
+    name           name of the calls
+    default_dtype  default dtype of torch while the ops are called
     caching        with torch's caching allocator, which graphs need. Without, every tensor is an allocation of its own,
                    so reads past its end are seen
-    tools          that look at it
+    tools          tools that run the calls
     """
 
     name: str
@@ -52,14 +52,14 @@ class Part:
     tools: tuple[str, ...] = TOOLS
 
 
-# initcheck asks for allocations of their own, and says nothing of dtypes
+# initcheck needs separate allocations, and does not depend on dtypes
 PARTS = (
     Part("sink", tools=TOOLS[:3]),  # the longest first
-    Part("few sinks", tools=TOOLS[3:]),  # initcheck takes minutes for what the others do in one
+    Part("few sinks", tools=TOOLS[3:]),  # initcheck takes minutes for calls that take the others one
     Part("mla"),
     Part("latent", tools=TOOLS[:3]),
     Part("gqa"),
-    Part("index", tools=TOOLS[3:]),  # the other tools see it among the samples
+    Part("index", tools=TOOLS[3:]),  # the other tools see these calls among the samples
     Part("graphs", caching=True, tools=TOOLS[:3]),
     Part("sample", default_dtype="bfloat16", tools=TOOLS[:3]),
 )
@@ -69,11 +69,11 @@ PARTS = (
 class Known:
     """A false report of a tool.
 
-    tool    that makes it
+    tool    the tool that makes it
     report  pattern in the text of the report
     why     it is false
-    show    calls, of SHOWS, under which the tool makes it although their results are right
-    parts   whose calls may cause it; elsewhere it is a finding
+    show    calls, by a name of SHOWS, under which the tool makes it although their results are right
+    parts   parts whose calls may cause it; elsewhere it is a finding
     """
 
     tool: str
@@ -103,14 +103,14 @@ KNOWN: Mapping[str, Known] = {
         ("mla", "latent", "graphs", "sample", "votes"),
     ),
 }
-"""By name. An entry belongs here when `--show` has shown the report together with right results, and not before."""
+"""Known false reports by name. An entry belongs here only after `--show` has shown the report with right results."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one tool found: `errors`, or None with the `reason` why it did not look.
+    """The result of one tool: `errors`, or None with the `reason` why it did not run.
 
-    Reports that are `known` to be false, counted by name, are none of the errors.
+    Reports that are `known` to be false are counted by name and are not errors.
     """
 
     tool: str
@@ -121,13 +121,13 @@ class Finding:
 
 
 def find_sanitizer() -> str | None:
-    """Path of compute-sanitizer, or None."""
+    """Returns the path of compute-sanitizer, or None."""
     places = os.pathsep.join((os.environ.get("PATH", ""), *PLACES_TO_LOOK))
     return shutil.which("compute-sanitizer", path=places)
 
 
 def parse(tool: str, output: str, status: int, part: str = "") -> Finding:
-    """Read a tool's output. Only a worker that came to its end under a tool that summed up counts as looked at."""
+    """Reads a tool's output. Only a worker that came to its end under a tool that summed up counts as checked."""
     totals = [int(first or second) for first, second in SUMMARY.findall(output)]
     errors = max(totals, default=0)
     known = known_reports(tool, output, part)
@@ -143,7 +143,7 @@ def parse(tool: str, output: str, status: int, part: str = "") -> Finding:
 
 
 def known_reports(tool: str, output: str, part: str) -> dict[str, int]:
-    """How many reports of a tool each entry of the list explains."""
+    """Returns how many reports of a tool each entry of the list explains."""
     entries = {name: entry for name, entry in KNOWN.items() if entry.tool == tool and part in entry.parts}
     found: Counter[str] = Counter()
     for report in REPORT.findall(output):
@@ -152,7 +152,7 @@ def known_reports(tool: str, output: str, part: str) -> dict[str, int]:
 
 
 def kinds(output: str) -> list[str]:
-    """What initcheck reports, most frequent first: what was read and by whom, without threads and addresses."""
+    """Returns initcheck's reports, most frequent first: what was read and by whom, without threads and addresses."""
     found: Counter[str] = Counter()
     for report in REPORT.findall(output):
         lines = [line.removeprefix("=========").strip() for line in report.splitlines()[:2]]
@@ -161,9 +161,9 @@ def kinds(output: str) -> list[str]:
 
 
 def run_worker(tool_command: Sequence[str], part: Part) -> subprocess.CompletedProcess[str]:
-    """Run a part of the calls as a command that `tool_command` begins; stdout and stderr come back as one."""
+    """Runs a part of the calls as a command that `tool_command` begins; joins stdout and stderr."""
     environment = {name: value for name, value in os.environ.items() if name != NO_CACHING}
-    # oracles on the CPU; all parts and tools run side by side
+    # oracles run on the CPU; all parts and tools run side by side
     environment["OMP_NUM_THREADS"] = "2"
     if not part.caching:
         environment[NO_CACHING] = "1"
@@ -179,7 +179,7 @@ def run_worker(tool_command: Sequence[str], part: Part) -> subprocess.CompletedP
 
 
 def run_tool(tool: str, part: Part) -> Finding:
-    """Run a part of the calls under one tool."""
+    """Runs a part of the calls under one tool."""
     sanitizer = find_sanitizer()
     if sanitizer is None:
         return Finding(tool, None, "compute-sanitizer is not installed")
@@ -192,7 +192,7 @@ def run_tool(tool: str, part: Part) -> Finding:
 
 
 def join(tool: str, findings: Sequence[Finding]) -> Finding:
-    """What a tool found in all parts; a part that it did not look at leaves no number."""
+    """Joins the findings of a tool in all parts; a part that it did not check leaves no number."""
     output = "\n".join(finding.output for finding in findings)
     known: Counter[str] = Counter()
     for finding in findings:
@@ -204,9 +204,9 @@ def join(tool: str, findings: Sequence[Finding]) -> Finding:
 
 
 def run_tools(tools: Sequence[str] = TOOLS) -> list[Finding]:
-    """Run each part by itself, which also compiles what is not on disk; if it comes to its end, then under the tools.
+    """Runs each part alone, which also compiles missing kernels; if it comes to its end, then under the tools.
 
-    All run side by side.
+    All parts run side by side.
     """
 
     def look(part: Part) -> list[Finding]:
@@ -227,7 +227,7 @@ def run_tools(tools: Sequence[str] = TOOLS) -> list[Finding]:
 
 
 def show(name: str) -> int:
-    """Runs the calls of a false report under the tools that make it, and says what they report."""
+    """Runs the calls of a false report under the tools that make it, and prints their reports."""
     status = 0
     for tool in sorted({entry.tool for entry in KNOWN.values() if entry.show == name}) or ["initcheck"]:
         finding = run_tool(tool, Part(name))

@@ -1,4 +1,4 @@
-"""What a kernel should cost: a card's unit rates, the kernels' demands on each unit, and time from both.
+"""The cycle budget: a card's unit rates, the kernels' demands on each unit, and the time that follows from both.
 
 Pure Python: importable anywhere, without torch, cutlass or a GPU.
 """

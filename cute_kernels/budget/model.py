@@ -12,26 +12,26 @@ from cute_kernels.budget.variants import MLA_BUILT, QK_DIM, MlaVariant, Unit
 from cute_kernels.mla.spec import PARTIAL_FLOATS, TOKENS_PER_TILE
 
 MERGE_US = 1.0
-"""What a call with splits takes in addition to its bytes: counting, polling, two round trips to L2."""
+"""Microseconds of a call with splits in addition to its bytes: counting, polling, two round trips to L2."""
 L2_BYTES, L2_SPEED = 30e6, 2.0
-"""Partials of up to so many bytes stay in L2 until they are merged, and move this much faster than a copy."""
+"""Partials of up to L2_BYTES stay in L2 until they are merged, and move L2_SPEED times as fast as a copy."""
 SHARE_US = 11.0
-"""More for a balanced schedule: CTAs find their shares first, and one merges 64 rows at the end (dense 16 x 128)."""
+"""Microseconds that a balanced schedule adds: CTAs find their shares, and one merges 64 rows (dense 16 x 128)."""
 RANGES_US = 6.2
-"""What a GQA call takes in addition to its bytes, where CTAs take ranges of the work list: 16 x 4096 takes 37.5 us, its
-bytes 31.1."""
+"""Microseconds of a GQA call in addition to its bytes, if CTAs take ranges of the work list: 16 x 4096 takes 37.5 us,
+its bytes 31.1."""
 TOKEN_SCALES_US = 1.0
-"""More where tokens have scales, which come by loads of their own: fitted, all recorded cases are within 13%."""
+"""Microseconds that scales of tokens add, by loads of their own: fitted, all recorded cases are within 13%."""
 CLUSTER_US = 4.9
-"""Instead of `RANGES_US` where a cluster shares a sequence: 1 x 1024 takes 5.35 us, its bytes 0.5."""
+"""Replaces `RANGES_US` if a cluster shares a sequence: 1 x 1024 takes 5.35 us, its bytes 0.5."""
 
 
 class Variant(Protocol):
-    """What `budget` needs to know of a kernel."""
+    """The properties of a kernel that `budget` needs."""
 
     @property
     def chains(self) -> tuple[tuple[Unit, ...], ...]:
-        """Units whose times add up."""
+        """Groups of units whose times add up."""
 
     def demands(self, rates: Rates, readers: int = 1) -> dict[Unit, float]:
         """Cycles per token of each unit."""
@@ -39,7 +39,7 @@ class Variant(Protocol):
 
 @dataclass(frozen=True)
 class Budget:
-    """Cycles per token: of each unit, of the slowest chain of units, and the unit with the most in that chain."""
+    """Cycles per token of each unit and of the slowest chain of units, and the slowest unit of that chain."""
 
     demands: Mapping[Unit, float]
     cycles: float
@@ -47,7 +47,7 @@ class Budget:
 
 
 def budget(variant: Variant, rates: Rates = H200, readers: int = 1) -> Budget:
-    """The cycle budget of a variant. `readers` CTAs read the same row at about the same time."""
+    """Returns the cycle budget of a variant. `readers` CTAs read the same row at about the same time."""
     demands = variant.demands(rates, readers)
 
     def cycles(chain: tuple[Unit, ...]) -> float:
@@ -59,10 +59,10 @@ def budget(variant: Variant, rates: Rates = H200, readers: int = 1) -> Budget:
 
 @dataclass(frozen=True)
 class MlaLaunch:
-    """How a call of `mla_fp8_decode` is cut: from its plan.
+    """How the plan of an `mla_fp8_decode` call cuts it.
 
-    ctas     that decode
-    tiles    of 64 tokens, of each CTA at most
+    ctas     CTAs that decode
+    tiles    key tiles of 64 tokens of a CTA, at most
     splits   CTAs that share the keys of a query and leave partials
     rows     batch x s_q x h_q
     readers  CTAs that read the same row of the cache
@@ -83,13 +83,13 @@ class MlaLaunch:
 class Prediction:
     """Microseconds of a call, and where they go.
 
-    us        all of it
+    us        the whole call
     tiles_us  the tiles, in all waves
-    ctas_us   what each wave of CTAs takes in addition
+    ctas_us   fixed time of the waves of CTAs
     merge_us  the merge of splits
-    waves     of CTAs over the SMs
-    cycles    per token of a busy SM
-    binds     the unit that decides: one of the budget's, or LATENCY where more than half is no tile's time
+    waves     waves of CTAs over the SMs
+    cycles    cycles per token of a busy SM
+    binds     the unit that decides: one of the budget's, or LATENCY if more than half is time outside of the tiles
     """
 
     us: float
@@ -102,7 +102,7 @@ class Prediction:
 
 
 def predict_mla(launch: MlaLaunch, variant: MlaVariant = MLA_BUILT, rates: Rates = H200) -> Prediction:
-    """Time of one call: waves of CTAs, each its fixed part and its tiles, and then the merge."""
+    """Predicts the time of one call: waves of CTAs, each with a fixed part and its tiles, and then the merge."""
     if launch.pages:
         variant = replace(variant, latency_cycles=variant.latency_cycles - variant.page_cycles)
     token = budget(variant, rates, launch.readers)
@@ -121,19 +121,19 @@ def predict_mla(launch: MlaLaunch, variant: MlaVariant = MLA_BUILT, rates: Rates
 
 
 def start_us(launch: MlaLaunch, variant: MlaVariant, rates: Rates = H200) -> float:
-    """What a launch takes before its tiles: the variant's own part, and Q of the first wave, which all CTAs read."""
+    """Microseconds of a launch before its tiles: the variant's own part, and Q of the first wave."""
     first_wave = min(launch.rows, rates.sms * variant.heads)
     return rates.us(variant.start_cycles) + rates.read_us(first_wave * 2 * QK_DIM)
 
 
 def predict_gqa(nbytes: float, clustered: bool, rates: Rates = H200, *, token_scales: bool = False) -> Prediction:
-    """Time of a call of `gqa_decode`: its bytes at the rate of a stream, and a fixed part.
+    """Predicts the time of a `gqa_decode` call: its bytes at the rate of a stream, and a fixed part.
 
     Args:
-        nbytes: that the call has to move.
+        nbytes: bytes that the call has to move.
         clustered: whether a cluster shares a sequence (`GqaDecodeSpec.cluster` above 1).
-        rates: of the card.
-        token_scales: whether values have scales of tokens or groups; a cluster hides what that takes.
+        rates: unit rates of the card.
+        token_scales: whether tokens or groups have scales; a cluster hides the time that these take.
     """
     bytes_us, rest = rates.read_us(nbytes), RANGES_US + (TOKEN_SCALES_US if token_scales else 0.0)
     if clustered:
@@ -143,25 +143,25 @@ def predict_gqa(nbytes: float, clustered: bool, rates: Rates = H200, *, token_sc
 
 
 def spread_cycles(us: float, sm_mhz: float, tokens: float, sms: int) -> float:
-    """SM cycles a token and CTA, had the work been spread evenly over all SMs: comparable with a budget where it is.
+    """Returns SM cycles per token and CTA for work spread evenly over all SMs; only then comparable with a budget.
 
     Args:
-        us: of the call.
-        sm_mhz: clock.
+        us: microseconds of the call.
+        sm_mhz: SM clock.
         tokens: keys of all queries, times the groups of 64 heads.
-        sms: of the card.
+        sms: SMs of the card.
     """
     return us * sm_mhz * sms / tokens
 
 
 def calibrate(long: tuple[MlaLaunch, float], short: tuple[MlaLaunch, float]) -> tuple[float, float]:
-    """(latency_cycles, cta_cycles) of the built kernel on an H200, from two launches without splits and their times.
+    """Fits (latency_cycles, cta_cycles) of the built kernel on an H200 to two launches without splits and their times.
 
-    Two numbers from two measurements, given its `start_us`; all other cases are predictions.
+    They are two numbers from two measurements, given `start_us`; all other cases are predictions.
 
     Args:
         long: a launch whose CTAs have many tiles, and its microseconds.
-        short: one whose CTAs have fewer.
+        short: a launch whose CTAs have fewer, and its microseconds.
     """
     points = []
     for launch, us in (long, short):

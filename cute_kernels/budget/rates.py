@@ -1,4 +1,4 @@
-"""How fast each unit of a card is, measured. Clocks and bytes are those of one SM unless a name says otherwise."""
+"""How fast each unit of a card is, measured. Clocks and bytes are per SM unless a name says otherwise."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rates:
-    """Unit rates of one card. `math.inf` is a unit that an estimate takes as free.
+    """Unit rates of one card. `math.inf` marks a unit that an estimate treats as free.
 
-    card             whose rates these are
+    card             name of the card
     sms              SMs of the card
     sm_mhz           SM clock while a decode kernel runs, MHz
     gemm_tflops      a long bf16 matrix product, whole card, TFLOP/s: the tensor core at the clock that it can sustain
@@ -23,7 +23,7 @@ class Rates:
     smem_bytes       bytes per clock through the port of shared memory, reads and writes together
     conversion       values per clock of each step from an fp8 code to a stored bf16 value; the steps add up
     dsm_async_bytes  bytes per clock that a CTA sends into its peer's shared memory by st.async, both sending
-    dsm_bulk_bytes   the same by bulk copies of 4 KB
+    dsm_bulk_bytes   bytes per clock that a CTA sends by bulk copies of 4 KB
     row_cycles       clocks from the loads of a random 656-byte row to its data, all SMs loading from HBM
     """
 
@@ -55,10 +55,10 @@ class Rates:
             raise ValueError("; ".join(wrong))
 
     def measured(self, figures: Mapping[str, Any]) -> Rates:
-        """These rates with those in `figures` in their place, by field name.
+        """Returns these rates with those in `figures` replaced, by field name.
 
         Raises:
-            ValueError: a name is no rate, or a value is none.
+            ValueError: a name is not a rate, or a value is not a rate's.
         """
         names = {field.name for field in dataclasses.fields(self)}
         unknown = sorted(set(figures) - names)
@@ -72,37 +72,37 @@ class Rates:
     # ---- clocks of one SM
 
     def conversion_cycles(self, values: float) -> float:
-        """Clocks to convert so many fp8 codes."""
+        """Clocks to convert `values` fp8 codes."""
         return values * sum(1 / rate for rate in self.conversion)
 
     def tensor_cycles(self, flops: float) -> float:
-        """Clocks of the tensor core at the full rate of issue."""
+        """Clocks of the tensor core at its full issue rate."""
         return flops / self.tensor_flops
 
     def sustained_cycles(self, flops: float) -> float:
-        """Clocks of the tensor core at the rate of a long matrix product, which power limits, in units of `sm_mhz`."""
+        """Clocks of the tensor core at the power-limited rate of a long matrix product, in units of `sm_mhz`."""
         return flops * self.sm_mhz * self.sms / (self.gemm_tflops * 1e6)
 
     def read_cycles(self, nbytes: float) -> float:
-        """Clocks to read from HBM with all SMs reading."""
+        """Clocks to read from HBM while all SMs read."""
         return nbytes * self.sm_mhz * self.sms / (self.read_gbps * 1e3)
 
     def smem_cycles(self, nbytes: float) -> float:
-        """Clocks of the port of shared memory."""
+        """Clocks of the port of shared memory for `nbytes`."""
         return nbytes / self.smem_bytes
 
     # ---- the whole card
 
     def us(self, cycles: float) -> float:
-        """Microseconds of so many SM clocks."""
+        """Microseconds of `cycles` SM clocks."""
         return cycles / self.sm_mhz
 
     def read_us(self, nbytes: float) -> float:
-        """Microseconds to read so many bytes with the whole card."""
+        """Microseconds to read `nbytes` with the whole card."""
         return nbytes / (self.read_gbps * 1e3)
 
     def copy_us(self, nbytes: float) -> float:
-        """Microseconds to move so many bytes, reads and writes counted, with the whole card."""
+        """Microseconds to move `nbytes`, reads and writes counted, with the whole card."""
         return nbytes / (self.copy_gbps * 1e3)
 
 
@@ -111,7 +111,7 @@ class Rates:
 H200 = Rates(
     card="NVIDIA H200",
     sms=132,
-    sm_mhz=1980,  # what most cases of results/h200.jsonl ran at; 1965 under light load
+    sm_mhz=1980,  # most cases of results/h200.jsonl ran at it; 1965 under light load
     gemm_tflops=782,  # 8192^3 through torch
     read_gbps=4323,  # torch.sum over 4 GiB
     copy_gbps=4277,  # device to device
@@ -120,13 +120,13 @@ H200 = Rates(
     conversion=(512 / 21.4,),  # 21.4 clocks a token: fp8 -> f16 -> f32 -> bf16, x scale, st.shared, one warpgroup
     dsm_async_bytes=16.4,  # st.async of 16 bytes, whatever the number of CTAs
     dsm_bulk_bytes=19.2,  # bulk copies of 4 KB and more; 11.6 with copies of 1 KB
-    # Gather and conversion by one warpgroup take 63.4 clocks a row with 32 rows in flight and 42.9 with 64: 22 of them
-    # do not depend on the number in flight (the conversion), 41 x 32 = 20.5 x 64 = 1312 are what a row takes to come.
+    # Gather and conversion by one warpgroup take 63.4 clocks a row with 32 rows in flight and 42.9 with 64: 22 of these
+    # clocks do not depend on the number in flight (the conversion); 41 x 32 = 20.5 x 64 = 1312 are a row's latency.
     row_cycles=1312,
 )
 
-# The estimate that the published description of FlashMLA's kernel makes for an H800: nominal tensor core, the four
-# instructions of a conversion at their documented rates, everything else free.
+# The estimate for an H800 in the published description of FlashMLA's kernel: nominal tensor core, the four instructions
+# of a conversion at their documented rates, everything else free.
 PUBLISHED_H800 = Rates(
     card="H800, published estimate",
     sms=132,

@@ -1,4 +1,4 @@
-"""The kernels as demands: what a token costs each unit, variant by variant.
+"""The demands of each kernel variant on each unit, for one token.
 
 MLA: cycles are per token and CTA of 64 query heads, in tiles of 64 tokens. GQA: per token and KV head.
 """
@@ -16,27 +16,27 @@ from fp8_mla.formats import V3_2
 
 NOPE_DIM, ROPE_DIM, QK_DIM = V3_2.nope_dim, V3_2.rope_dim, V3_2.d_qk
 TOKEN_BYTES = V3_2.token_bytes
-OPERAND_BYTES = 2 * QK_DIM  # of a token as bf16
+OPERAND_BYTES = 2 * QK_DIM  # bytes of a token as bf16
 
 
 class Unit(enum.Enum):
-    """What a token needs time of."""
+    """Units that a token takes time of."""
 
     TENSOR = "tensor core"
-    POWER = "tensor core, sustained"  # the same products at the clock that a long matrix product can hold
+    POWER = "tensor core, sustained"  # the same products at the clock that a long matrix product sustains
     SMEM = "shared memory"
     CONVERSION = "conversion"
-    GATHER = "gather"  # waiting for rows that were asked for too late
+    GATHER = "gather"  # waiting for rows that were requested too late
     DSM = "DSM"
     HBM = "HBM"
-    LATENCY = "latency"  # of a chain in which nothing overlaps; calibrated, not derived
+    LATENCY = "latency"  # latency of a chain in which nothing overlaps; calibrated, not derived
 
     def __str__(self) -> str:
         return self.value
 
 
 class Exchange(enum.Enum):
-    """What the two CTAs of a cluster send each other for every second token."""
+    """The data that the two CTAs of a cluster send each other for every second token."""
 
     NOTHING = "nothing"
     BF16_ASYNC = "bf16, st.async"
@@ -46,19 +46,19 @@ class Exchange(enum.Enum):
 
 @dataclass(frozen=True)
 class MlaVariant:
-    """One way to build the MLA decoding kernel.
+    """A way to build the MLA decoding kernel.
 
-    name            as tables print it
+    name            name in tables
     exchange        NOTHING: no cluster, every CTA gathers and converts all tokens of its tiles
-    rows_in_flight  rows that a CTA has asked for and not yet received
-    latency_cycles  per token, that the tensor core waits because QK, softmax and PV of a tile follow one another, tile
-                    after tile: calibrated. 0 where it never waits, which is a bound and no forecast
-    page_cycles     of these, what dense keys save: TMA brings tiles that are ranges of a page
-    cta_cycles      of a CTA in addition to its tiles (first rows, Q, epilogue): calibrated
-    start_cycles    of a launch before that and Q: what it takes to begin, and first rows that all CTAs ask for at once
+    rows_in_flight  rows that a CTA has requested and not yet received
+    latency_cycles  cycles per token in which the tensor core waits because QK, softmax and PV of a tile follow one
+                    another: calibrated. 0 if it never waits, which is a bound and not a forecast
+    page_cycles     part of latency_cycles that dense keys save: TMA brings tiles that are ranges of a page
+    cta_cycles      cycles of a CTA in addition to its tiles (first rows, Q, epilogue): calibrated
+    start_cycles    cycles of a launch before Q and tiles: its start, and first rows that all CTAs request at once
     swap_ab         S^T = K Q^T: keys go from raw rows to operands in registers, for both products
-    built           whether this package has it: the others are predictions
-    heads           of a CTA
+    built           whether this package has the variant: the others are predictions
+    heads           heads of a CTA
     """
 
     name: str
@@ -74,15 +74,15 @@ class MlaVariant:
 
     @property
     def cluster(self) -> int:
-        """CTAs that share the rows of a tile."""
+        """Number of CTAs that share the rows of a tile."""
         return 1 if self.exchange is Exchange.NOTHING else 2
 
     @property
     def chains(self) -> tuple[tuple[Unit, ...], ...]:
-        """Units whose times add up, because one role uses them one after the other. Chains overlap."""
+        """Groups of units whose times add up, because one role uses them one after the other. Groups overlap."""
         # the producer's registers hold a row from its loads to its conversion, so the two do not overlap
         roles: tuple[tuple[Unit, ...], ...] = (Unit.TENSOR, Unit.LATENCY), (Unit.CONVERSION, Unit.GATHER)
-        if self.swap_ab:  # rows are copied, and converted by those who multiply
+        if self.swap_ab:  # rows are copied raw; the warpgroups that multiply convert them
             roles = (Unit.TENSOR, Unit.LATENCY), (Unit.CONVERSION,), (Unit.GATHER,)
         return (*roles, *((unit,) for unit in (Unit.POWER, Unit.SMEM, Unit.DSM, Unit.HBM)))
 
@@ -90,7 +90,7 @@ class MlaVariant:
         """Cycles per token of each unit.
 
         Args:
-            rates: of the card.
+            rates: unit rates of the card.
             readers: CTAs that read the same row at about the same time: the first from HBM, the others from L2 or,
                 in a cluster, from each other.
         """
@@ -117,35 +117,35 @@ class MlaVariant:
         }
 
     def _conversion_cycles(self, rates: Rates) -> float:
-        """Clocks to convert a token's codes."""
+        """Clocks that convert a token's codes."""
         if not self.swap_ab:
             return rates.conversion_cycles(NOPE_DIM)
         return 2 * NOPE_DIM / 64  # for both products, pairs of e4m3 at 64 values a clock
 
     def _smem_bytes(self) -> float:
-        """Bytes of a token through the port of shared memory."""
+        """Bytes that a token moves through the port of shared memory."""
         if self.swap_ab:  # the row written; codes read for both products; Q and P read once for 64 keys or values
             read = 2 * NOPE_DIM + 2 * ROPE_DIM
-            scores = 2 * 4 * self.heads  # float32, written by those who multiply, read by those who make P
+            scores = 2 * 4 * self.heads  # float32, written by the warpgroups that multiply, read by the softmax
             return TOKEN_BYTES + read + 2 * self.heads * (QK_DIM + NOPE_DIM) / TOKENS_PER_TILE + scores
-        # m64n64k16 with both operands there: 2 KB of Q and 2 KB of K, 36 times a tile
+        # m64n64k16 with both operands in shared memory: 2 KB of Q and 2 KB of K, 36 times a tile
         qk = (2048 + 2048) * (QK_DIM // 16) / TOKENS_PER_TILE
-        pv = 2 * NOPE_DIM  # each value once; P of the own tiles comes from registers
-        p = 2 * 2 * WIDE  # P written for the other warpgroup, and read by it
-        written = OPERAND_BYTES  # the converted token, wherever it was made
+        pv = 2 * NOPE_DIM  # each value once; P of this warpgroup's own tiles comes from registers
+        p = 2 * 2 * WIDE  # P written for the other warpgroup, which reads it
+        written = OPERAND_BYTES  # the converted token, whichever CTA converted it
         exchanged = {
             Exchange.NOTHING: 0.0,
             Exchange.BF16_ASYNC: 0.0,  # sent from registers
-            Exchange.BF16_BULK: OPERAND_BYTES / 2,  # the copy engine reads what was made here
+            Exchange.BF16_BULK: OPERAND_BYTES / 2,  # the copy engine reads what this CTA converted
             Exchange.RAW_BULK: 2.5 * TOKEN_BYTES,  # raw token written and read, its half read once more to be sent
         }[self.exchange]
         return qk + pv + p + written + exchanged
 
 
-# `model.calibrate` gives both numbers of each from batch 128, 128 heads, s_q 2, topk 2048 (4 waves of 32 tiles) and
-# s_q 4, topk 512 (8 waves of 8 tiles): 297.2 and 184.3 us without a cluster, and, in an earlier run, 380.4 and 230.8 us
-# with the crossover of values.
-# START_CYCLES are between what a launch of one wave needs (64 x 128 x 1, topk 2048) and what batch 4 does.
+# `model.calibrate` gives the two numbers of each variant from batch 128, 128 heads, s_q 2, topk 2048 (4 waves of 32
+# tiles) and s_q 4, topk 512 (8 waves of 8 tiles): 297.2 and 184.3 us without a cluster, and, in an earlier run, 380.4
+# and 230.8 us with the crossover of values. START_CYCLES lies between what a launch of one wave needs (64 x 128 x 1,
+# topk 2048) and what batch 4 needs.
 LATENCY_CYCLES, CTA_CYCLES, START_CYCLES = 31.4, 11_123.0, 8_000.0
 SWAP_AB = MlaVariant(
     "no cluster, keys made in registers",
@@ -163,8 +163,8 @@ TURNS = MlaVariant(
     cta_cycles=13_387.4,
     built=True,
 )
-# Where no consumer waits: what a kernel could reach, not what one has shown. The fixed part of a CTA is taken over from
-# the built one; 64 rows in flight need registers for four passes of 16, which the journal's version 3a had.
+# No consumer waits here: this is what a kernel could reach, not what one has shown. The fixed part of a CTA is the
+# built kernel's; 64 rows in flight need registers for four passes of 16, which the journal's version 3a had.
 OVERLAPPED_32 = MlaVariant("no cluster, tiles overlapped, 32 rows in flight", cta_cycles=CTA_CYCLES)
 OVERLAPPED = MlaVariant("no cluster, tiles overlapped, 64 rows in flight", rows_in_flight=64, cta_cycles=CTA_CYCLES)
 CROSSOVER_ASYNC = MlaVariant("crossover of bf16 by st.async", Exchange.BF16_ASYNC, 64, cta_cycles=CTA_CYCLES)
@@ -173,17 +173,17 @@ CROSSOVER_RAW = MlaVariant("crossover of raw bytes by bulk copy", Exchange.RAW_B
 
 MLA_VARIANTS = (SWAP_AB, TURNS, OVERLAPPED_32, OVERLAPPED, CROSSOVER_ASYNC, CROSSOVER_BULK, CROSSOVER_RAW)
 MLA_BUILT = SWAP_AB
-"""What `mla_fp8_decode` runs with 33 heads and more. `TURNS` has to be asked for."""
+"""The kernel of `mla_fp8_decode` with 33 heads and more. `TURNS` has to be asked for."""
 
 MLA_HALF = replace(SWAP_AB, name="32 heads", heads=32, latency_cycles=37.4, page_cycles=5.3, cta_cycles=7_950.0)
-"""What it runs with 17 to 32, and with more over few keys. Three numbers fit three cases within 3%: 128 x 32 x 1 with
+"""The kernel for 17 to 32 heads, and for more over few keys. Three numbers fit three cases within 3%: 128 x 32 x 1 with
 topk 2048 (65 us) and with 8192 dense keys (212 us), and 2 x 128 x 1 (13.7 us)."""
 
 MLA_NARROW = replace(
     SWAP_AB, name="16 heads", heads=16, rows_in_flight=256, latency_cycles=39.0, page_cycles=8.8, cta_cycles=9_100.0
 )
-"""What it runs with fewer. `latency_cycles` fit 128 x 16 x 1 with topk 2048 (58 us); `page_cycles` are enough for HBM
-to bind with 8192 dense keys (176 us), and say no more."""
+"""The kernel for fewer heads. `latency_cycles` fit 128 x 16 x 1 with topk 2048 (58 us); `page_cycles` are just enough
+for HBM to bind with 8192 dense keys (176 us)."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class GqaVariant:
     scales       a key of `cute_kernels.gqa.spec.SCALES`, for K and V alike
     d            head dimension
     columns      query rows that a CTA multiplies at a time
-    scale_bytes  of one scale
+    scale_bytes  bytes of a scale
     """
 
     kv_dtype: str = "int8"
@@ -205,7 +205,7 @@ class GqaVariant:
 
     @property
     def name(self) -> str:
-        """As tables print it."""
+        """Name in tables."""
         scales = {
             "none": "no scales of tokens",
             "per_head": "scales of heads",
@@ -215,14 +215,14 @@ class GqaVariant:
 
     @property
     def bytes_per_token(self) -> float:
-        """Of a token's key and value in one head, scales included."""
+        """Bytes of a token's key and value in one head, scales included."""
         size = SCALES[self.scales]
         scales = self.d // size if size > 1 else size if self.scales == "per_token" else 0
         return 2 * (self.d * CODES[self.kv_dtype].itemsize + scales * self.scale_bytes)
 
     @property
     def chains(self) -> tuple[tuple[Unit, ...], ...]:
-        """Every unit by itself: eight warps with tiles of their own keep them busy side by side."""
+        """Every unit is a group of its own: eight warps with tiles of their own keep all units busy side by side."""
         return tuple((unit,) for unit in (Unit.TENSOR, Unit.SMEM, Unit.CONVERSION, Unit.HBM))
 
     def demands(self, rates: Rates, readers: int = 1) -> dict[Unit, float]:

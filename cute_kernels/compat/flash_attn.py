@@ -1,13 +1,13 @@
 """FlashAttention's interface over `gqa_decode` and `sink_attention`, for bfloat16 and float16 keys and values.
 
 Replace ``import flash_attn_interface`` with ``import cute_kernels.compat.flash_attn as flash_attn_interface``. Order
-and meaning of the arguments are those of FlashAttention 3 (github.com/Dao-AILab/flash-attention, hopper/). What its
-version 2 and the builds of vLLM and of the kernels hub call otherwise or have besides is taken by keyword:
-`block_table`, `alibi_slopes`, `s_aux`, `learnable_sink`, `dropout_p`, `out`, `return_softmax_lse`, `fa_version`.
+and meaning of the arguments are those of FlashAttention 3 (github.com/Dao-AILab/flash-attention, hopper/). Arguments
+that version 2, or the builds of vLLM and the kernels hub, add or name differently are taken by keyword: `block_table`,
+`alibi_slopes`, `s_aux`, `learnable_sink`, `dropout_p`, `out`, `return_softmax_lse`, `fa_version`.
 
-An argument that cannot be honoured raises NotImplementedError and is named. Docstrings leave out those that must keep
-their defaults (`qv`, rotary encoding, `cache_batch_idx`, `cache_leftpad`, `cu_seqlens_k_new`, `seqused_q`, descales,
-`attention_chunk`, `sm_margin`, `dropout_p`), and those that are not looked at, since they change speed alone
+An argument that cannot be honoured raises NotImplementedError and is named. Docstrings leave out arguments that must
+keep their defaults (`qv`, rotary encoding, `cache_batch_idx`, `cache_leftpad`, `cu_seqlens_k_new`, `seqused_q`,
+descales, `attention_chunk`, `sm_margin`, `dropout_p`), and those that are ignored because they only change speed
 (`pack_gqa`, `scheduler_metadata`, `max_seqlen_k`, `fa_version`).
 """
 
@@ -76,7 +76,7 @@ def flash_attn_with_kvcache(
         v: likewise.
         cache_seqlens: (batch,) int32 or a number: tokens in the cache, without those of `k`; default: all of it.
         page_table: (batch, max_pages) int32.
-        cu_seqlens_q: with `max_seqlen_q`, where all sequences have that many query tokens. Its contents are not read.
+        cu_seqlens_q: with `max_seqlen_q`, if all sequences have that many query tokens. Its contents are not read.
         max_seqlen_q: query tokens of each sequence, with `cu_seqlens_q`.
         softmax_scale: default d ** -0.5.
         causal: query j sees the first ``length - s_q + 1 + j`` keys.
@@ -93,7 +93,7 @@ def flash_attn_with_kvcache(
 
     Returns:
         out of q's shape and dtype; with `return_softmax_lse` also lse (batch, h_q, s_q), for packed q (h_q, tokens),
-        float32: natural log, the sink among what it sums up, as in FlashAttention, so that parts can be merged by it.
+        float32: natural log, the sink included in its sum, as in FlashAttention, so that parts can be merged by it.
         A query that sees no key has out 0 and the sink's logit, or -inf.
 
     Raises:
@@ -167,7 +167,7 @@ def flash_attn_func(
     out: torch.Tensor | None = None,
     fa_version: int | None = None,
 ) -> Result:
-    """Attention of a batch of sequences of one length, differentiable in q, k, v and the sinks.
+    """Compute attention of a batch of sequences of one length, differentiable in q, k, v and the sinks.
 
     Arguments that are not here are as in `flash_attn_with_kvcache`.
 
@@ -177,7 +177,7 @@ def flash_attn_func(
         v: likewise.
         causal: query j sees the first ``s_k - s_q + 1 + j`` keys.
         softcap: with up to 8 query tokens and no gradients; so are `alibi_slopes`.
-        num_splits: not looked at.
+        num_splits: ignored.
         deterministic: gradients have the same bits in the same call.
         return_attn_probs: also return the log-sum-exp, as FlashAttention 3 does; never probabilities.
         return_softmax_lse: another name of `return_attn_probs`.
@@ -257,7 +257,7 @@ def flash_attn_varlen_func(
     scheduler_metadata: Any = None,
     fa_version: int | None = None,
 ) -> Result:
-    """Attention of packed sequences, differentiable; with a table, decoding over pages.
+    """Compute attention of packed sequences, differentiable; with a table, decode over pages.
 
     Arguments that are not here are as in `flash_attn_func`.
 
@@ -321,11 +321,11 @@ def flash_attn_varlen_func(
 
 
 def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:
-    """None: `gqa_decode` plans each call by itself.
+    """Returns None: `gqa_decode` plans each call by itself.
 
     Args:
-        args: not looked at.
-        kwargs: not looked at.
+        args: ignored.
+        kwargs: ignored.
     """
 
 
@@ -333,7 +333,7 @@ def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:
 
 
 class _Seen(NamedTuple):
-    """What a query sees, as this package says it: `window` counts the query's own token."""
+    """The keys that a query sees, in this package's terms: `window` counts the query's own token."""
 
     causal: bool
     window: int | None
@@ -355,7 +355,7 @@ class _Seen(NamedTuple):
 
 
 def _batched(q: torch.Tensor, cu_seqlens_q: torch.Tensor | None, max_seqlen_q: int | None) -> tuple[torch.Tensor, Any]:
-    """Queries as (batch, s_q, h_q, d), and the function that brings (batch, s_q, h_q) into FlashAttention's order."""
+    """Returns queries as (batch, s_q, h_q, d), and the function that reorders (batch, s_q, h_q) for FlashAttention."""
     if cu_seqlens_q is None:
         return q, lambda lse: lse.transpose(1, 2)
     batch, tokens = cu_seqlens_q.shape[0] - 1, q.shape[0]
@@ -369,14 +369,14 @@ def _batched(q: torch.Tensor, cu_seqlens_q: torch.Tensor | None, max_seqlen_q: i
 
 
 def _longest(max_seqlen_q: Any, q: torch.Tensor) -> int | None:
-    """`max_seqlen_q` as a number. Of a tensor, which transformers passes, that would wait for the GPU: all tokens."""
+    """Returns `max_seqlen_q` as a number. Reading a tensor, which transformers passes, would wait: then all tokens."""
     if max_seqlen_q is None:
         return None
     return q.shape[0] if isinstance(max_seqlen_q, torch.Tensor) else int(max_seqlen_q)
 
 
 def _check_new(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, k_cache: torch.Tensor) -> None:
-    """New tokens: as many of k as of v, in q's dtype, of the cache's heads."""
+    """Checks new tokens: as many of k as of v, in q's dtype, with the cache's heads."""
     if torch.is_grad_enabled():
         refuse_gradients("flash_attn_with_kvcache", {"k": k, "v": v})
     check_tensor("k", k, ndim=4)
@@ -386,7 +386,7 @@ def _check_new(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, k_cache: torch
 
 
 def _written(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
-    """The result, in the caller's tensor if there is one."""
+    """Returns the result, in the caller's tensor if there is one."""
     if out is None:
         return result
     check_tensor("out", out, dtype=result.dtype, shape=tuple(result.shape), device=result.device)
@@ -417,10 +417,10 @@ def _append(k: torch.Tensor, v: torch.Tensor, given: Mapping[str, Any]) -> torch
 def _store(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], cache_seqlens: torch.Tensor, table: torch.Tensor | None
 ) -> None:
-    """Writes new tokens after those of their sequences, and none for which there is no room or page.
+    """Writes new tokens after those of their sequences; drops those for which there is no room or page.
 
-    Under graph capture too: nothing here asks the device. A token to drop is written as the first one that is kept,
-    to the same place, so no two writes differ; where none is kept, a place gets what it had.
+    It works under graph capture, because nothing waits for the device. A dropped token is written as the first kept
+    one, to the same place, so no two writes differ; if none is kept, a place gets its old contents.
     """
     cache, new = pairs[0]
     batch, tokens = new.shape[:2]
@@ -447,7 +447,7 @@ def _store(
 
 
 def _check_alibi(alibi_slopes: torch.Tensor | None, seen: _Seen, s_q: int) -> None:
-    """After a query FlashAttention's slopes fall and those of `gqa_decode` go on rising."""
+    """Refuses slopes with keys after a query: FlashAttention's bias falls there, `gqa_decode`'s goes on rising."""
     if alibi_slopes is not None and s_q > 1 and not seen.causal:
         _unable("alibi_slopes", f"slopes of {s_q} query tokens that see later ones", "causal")
 
@@ -458,12 +458,12 @@ def _sinks(s_aux: torch.Tensor | None, learnable_sink: torch.Tensor | None) -> t
 
 
 def _with_sinks(lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """The log-sum-exps (..., heads) of this package's ops, which leave the sink out, with it."""
+    """Adds the sink to the log-sum-exps (..., heads) of this package's ops, which leave it out."""
     return lse if sinks is None else torch.logaddexp(lse, sinks.detach())
 
 
 def _either(name: str, value: torch.Tensor | None, other_name: str, other: torch.Tensor | None) -> torch.Tensor | None:
-    """One argument that has two names."""
+    """Returns one argument that has two names."""
     if value is not None and other is not None:
         raise ValueError(f"{name}, {other_name}: got both; needs one, they are two names of it")
     return other if value is None else value

@@ -32,7 +32,7 @@ _KV_FORMATS = {
     "V41_FP4_NEW": ((V4_1, V4_1_FP4), "interleaved"),
     **{name.upper(): ((token_format,), None) for name, token_format in FORMATS.items()},
 }
-"""By `kv_format`: formats that `k_cache` may have, of which its bytes say which, and how its pages lie."""
+"""By `kv_format`: the formats that `k_cache` may have, told apart by its bytes, and the layout of its pages."""
 
 
 @dataclasses.dataclass
@@ -44,7 +44,7 @@ class FlashMLASchedMeta:
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta | torch.Tensor, torch.Tensor | None]:
-    """The metadata that FlashMLA's users request before they decode. Nothing in it is used here.
+    """Returns the metadata that FlashMLA's users request before they decode. Nothing in it is used here.
 
     Code for the newer interface calls it without arguments and gets an object and None. Code for the older one passes
     `cache_seqlens` first and gets tensors, which it may copy into its own buffers (for a CUDA graph).
@@ -54,7 +54,7 @@ def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta | tor
         **kwargs: the same by name.
 
     Returns:
-        (`FlashMLASchedMeta`, None); or, where `cache_seqlens` (batch,) is given, int32 tensors on its device of shapes
+        (`FlashMLASchedMeta`, None); or, if `cache_seqlens` (batch,) is given, int32 tensors on its device of shapes
         (1, 8) and (batch + 1,): a schedule with one row, and one split per sequence.
     """
     cache_seqlens = args[0] if args else kwargs.get("cache_seqlens")
@@ -88,7 +88,7 @@ def flash_mla_with_kvcache(
     descale_q: torch.Tensor | None = None,
     descale_k: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode over a paged FP8 or FP4 cache: sparse where `indices` is given, dense otherwise.
+    """Decode over a paged FP8 or FP4 cache: sparse if `indices` is given, dense otherwise.
 
     Args:
         q: (batch, s_q, h_q, 576 or 512) bfloat16.
@@ -188,7 +188,7 @@ def flash_mla_sparse_fwd(
 
 
 def _format(q: Any, k_cache: torch.Tensor, kv_format: Any) -> tuple[str | None, str | None]:
-    """`cache_format` and `cache_layout` of `mla_fp8_decode`."""
+    """Returns `cache_format` and `cache_layout` for `mla_fp8_decode`."""
     num_bytes = k_cache.shape[-1] if k_cache.dim() else 0
     if kv_format is None:
         return V4_1.name if num_bytes == V4_1.token_bytes else None, None
@@ -201,14 +201,14 @@ def _format(q: Any, k_cache: torch.Tensor, kv_format: Any) -> tuple[str | None, 
     if not fitting:
         sizes = " or ".join(str(size) for token_format in formats for size in token_format.cache_bytes)
         raise ValueError(f"k_cache: got tokens of {num_bytes} bytes with kv_format {kv_format!r}; needs {sizes}")
-    # the last of several that V3.2's bytes may be: the one that q's columns say
+    # V3.2's bytes may be one of several: the columns of q decide
     return next((f for f in fitting if f.d_qk == d_qk), fitting[0]).name, layout
 
 
 def _refuse_unsupported(
     k_cache: torch.Tensor, head_dim_v: int, is_fp8_kvcache: bool, descale_q: object, descale_k: object
 ) -> None:
-    """Raise for features that FlashMLA has and this package does not."""
+    """Raises for features that FlashMLA has and this package does not."""
     if not isinstance(k_cache, torch.Tensor) or k_cache.dtype not in CACHE_DTYPES:
         got = k_cache.dtype if isinstance(k_cache, torch.Tensor) else repr(k_cache)
         raise TypeError(f"k_cache: got {got}; needs uint8 or float8_e4m3fn: only FP8 and FP4 caches are supported")

@@ -1,1 +1,1 @@
-"""Device primitives (`@cute.jit`) that the rooms' kernels share. No torch here."""
+"""Device primitives (`@cute.jit`) that the kernels of all packages share. They never import torch."""

@@ -1,6 +1,6 @@
-"""Mbarriers of a kernel as a table: initialization reads it, and the kernel's docstring shows it.
+"""A table of a kernel's mbarriers: initialization reads it, and the kernel's docstring shows it.
 
-All threads of a role arrive, not one for each of its warps: that costs nothing measurable, and racecheck can follow it.
+All threads of a role arrive, not one per warp: that costs nothing measurable, and racecheck can follow it.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cute_kernels.device.pipeline import MBarrier, field_pointer, lines
 
 Rings = Sequence[Sequence[MBarrier]]
-"""Barriers of one ring stand together: they are initialized stage by stage."""
+"""Barriers of a ring are listed together, because they are initialized stage by stage."""
 
 
 def initialize(smem: Any, rings: Rings) -> None:
@@ -24,5 +24,5 @@ def initialize(smem: Any, rings: Rings) -> None:
 
 
 def table(rings: Rings) -> str:
-    """Lines for a docstring, as those of pipelines."""
+    """Returns lines for a docstring, in the format of `pipeline.table`."""
     return lines(barrier for ring in rings for barrier in ring)

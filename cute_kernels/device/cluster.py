@@ -7,7 +7,7 @@ from cutlass import Float32, Int32
 
 @cute.jit
 def remote_address(pointer: cute.Pointer, rank: Int32):
-    """The address of the same variable in the shared memory of CTA `rank` of the cluster."""
+    """Returns the address of the same variable in the shared memory of CTA `rank` of the cluster."""
     return cute.arch.inline_ptx(
         "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};",
         write_only_types=[Int32],

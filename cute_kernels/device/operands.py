@@ -17,12 +17,12 @@ from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, const_expr
 
 LOP3_AND_XOR, LOP3_AND_OR = 0x6A, 0xEA
 EVEN_THEN_ODD = 0x3120  # PRMT: b0 b2 b1 b3
-UINT4_CENTER = 8  # what `widen_uint4` takes off a code, so that sums of codes stay small
+UINT4_CENTER = 8  # `widen_uint4` subtracts this from a code, so that sums of codes stay small
 
 
 @cute.jit
 def load_matrices(address: Int32, transposed: cutlass.Constexpr):
-    """ldmatrix.x4: four 8 x 8 matrices of 16-bit units. Lanes 8i to 8i + 7 have the row addresses of matrix i."""
+    """Loads four 8 x 8 matrices of 16-bit units, ldmatrix.x4. Lanes 8i to 8i + 7 have row addresses of matrix i."""
     kind = ".trans" if transposed else ""
     return cute.arch.inline_ptx(
         "ldmatrix.sync.aligned.m8n8.x4" + kind + ".shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
@@ -84,8 +84,8 @@ def widen_uint4(a: cute.Tensor, x0: Int32, x1: Int32, x2: Int32, x3: Int32):
 def widen_uint4_rows(a: cute.Tensor, x0: Int32, x1: Int32):
     """Converts bits 0..7 and 16..23 of both registers, less UINT4_CENTER, to float16: rows g (x0) and g + 8 of A.
 
-    0x6400 above four bits reads as 1024 + x, and above four bits further left as 1024 + 16 x: an FMA instead of a
-    shift, which goes through the busier pipe.
+    0x6400 above four bits reads as 1024 + x. If the bits lie further left, it reads as 1024 + 16 x: an FMA corrects
+    that, where a shift would go through the busier pipe.
     """
     source = (x0, x1)
     r = cute.recast_tensor(a, Int32)
@@ -98,7 +98,7 @@ def widen_uint4_rows(a: cute.Tensor, x0: Int32, x1: Int32):
 
 @cute.jit
 def _fma_pair(x: Int32, factor: cutlass.Constexpr, term: cutlass.Constexpr) -> Int32:
-    """A pair of float16 times a pair plus a pair."""
+    """Multiplies a pair of float16 by a pair and adds a pair."""
     constants = f"mov.b32 f, {factor:#x};\nmov.b32 t, {term:#x};\n"
     return cute.arch.inline_ptx(
         "{\n.reg .b32 f, t;\n" + constants + "fma.rn.f16x2 {$w0}, {$r0}, f, t;\n}",

@@ -1,4 +1,4 @@
-"""Arithmetic of two 16-bit numbers in a word, and of floats by their bits: what needs an instruction by name."""
+"""Arithmetic of two 16-bit numbers in a word and of floats by their bits, where it needs one certain instruction."""
 
 import struct
 
@@ -21,7 +21,7 @@ def multiply_bfloat16(a: Int32, b: Int32) -> Int32:
 
 @cute.jit
 def half_to_bfloat16(a: Int32) -> Int32:
-    """A pair of float16 rounded to bfloat16."""
+    """Returns a pair of float16 rounded to bfloat16."""
     return cute.arch.inline_ptx(
         "{\n.reg .b16 l, h;\n.reg .f32 x, y;\nmov.b32 {l, h}, {$r0};\n"
         "cvt.f32.f16 x, l;\ncvt.f32.f16 y, h;\ncvt.rn.bf16x2.f32 {$w0}, y, x;\n}",
@@ -32,7 +32,7 @@ def half_to_bfloat16(a: Int32) -> Int32:
 
 @cute.jit
 def half_minus_bfloat16(a: Int32, b: Int32) -> Int32:
-    """A pair of float16 less a pair of bfloat16, rounded to bfloat16."""
+    """Returns a pair of float16 less a pair of bfloat16, rounded to bfloat16."""
     return cute.arch.inline_ptx(
         "{\n.reg .b16 l, h;\n.reg .b32 i, j;\n.reg .f32 x, y, u, v;\nmov.b32 {l, h}, {$r0};\n"
         "cvt.f32.f16 x, l;\ncvt.f32.f16 y, h;\nshl.b32 i, {$r1}, 16;\nand.b32 j, {$r1}, 0xffff0000;\n"
@@ -44,7 +44,7 @@ def half_minus_bfloat16(a: Int32, b: Int32) -> Int32:
 
 @cute.jit
 def max_magnitudes(a: Int32, b: Int32) -> Int32:
-    """The larger magnitudes of two pairs of bfloat16; `a` has no signs."""
+    """Returns the larger magnitudes of two pairs of bfloat16; `a` has no negative numbers."""
     return cute.arch.inline_ptx(
         "{\n.reg .b32 t;\nabs.bf16x2 t, {$r1};\nmax.bf16x2 {$w0}, {$r0}, t;\n}",
         write_only_types=[Int32],
@@ -54,25 +54,25 @@ def max_magnitudes(a: Int32, b: Int32) -> Int32:
 
 @cute.jit
 def max_unsigned(a: Int32, b: Int32) -> Int32:
-    """The larger of two numbers without sign. Of floats by their bits, NaN, Inf and negative ones are the largest."""
+    """Returns the larger of two unsigned numbers. By their bits, NaN, Inf and negative floats are the largest."""
     return cute.arch.inline_ptx("max.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
 
 
 @cute.jit
 def max_u16x2(a: Int32, b: Int32) -> Int32:
-    """The larger of each of two 16-bit numbers without sign."""
+    """Returns the larger of each of two unsigned 16-bit numbers."""
     return cute.arch.inline_ptx("max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
 
 
 @cute.jit
 def min_u16x2(a: Int32, b: Int32) -> Int32:
-    """The smaller of each of two 16-bit numbers without sign."""
+    """Returns the smaller of each of two unsigned 16-bit numbers."""
     return cute.arch.inline_ptx("min.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
 
 
 @cute.jit
 def at_most_unsigned(a: Int32, b: Int32) -> Int32:
-    """1 if a <= b as numbers without sign, else 0."""
+    """Returns 1 if a <= b as unsigned numbers, else 0."""
     return cute.arch.inline_ptx(
         "{\n.reg .pred p;\nsetp.le.u32 p, {$r0}, {$r1};\nselp.b32 {$w0}, 1, 0, p;\n}",
         write_only_types=[Int32],
@@ -81,16 +81,16 @@ def at_most_unsigned(a: Int32, b: Int32) -> Int32:
 
 
 def float_bits(x: float) -> int:
-    """The bits of a float32 constant, as a number with a sign."""
+    """Returns the bits of a float32 constant as a signed number."""
     return struct.unpack("<i", struct.pack("<f", x))[0]
 
 
 def larger_half(pair: Int32) -> Float32:
-    """The larger of two bfloat16 numbers without signs."""
+    """Returns the larger of two nonnegative bfloat16 numbers."""
     return cutlass.max(pair & -0x10000, pair << 16).bitcast(Float32)
 
 
 def bfloat16_pair(x: Float32) -> Int32:
-    """A number that bfloat16 holds, as a pair of it twice."""
+    """Returns a pair of twice the same number, which bfloat16 must represent exactly."""
     upper = x.bitcast(Int32) & -0x10000
     return upper | ((upper >> 16) & 0xFFFF)

@@ -5,10 +5,10 @@ A pipeline has two mbarriers a stage, `NAME_full` and `NAME_empty`:
     producer    acquire, then fill the stage, then arrive
     consumer    wait, then read the stage, then release
 
-Some edges need one of the two alone. Tiles are counted from 0 since the kernel started, and tile t has stage
-t % stages. A role that carries the `Slot` of its next tile along divides nothing. Both are arguments of all methods.
+Some edges need only one of the two. Tiles are counted from 0 since the kernel started, and tile t has stage t % stages.
+All methods take a tile number or its `Slot`; a role that carries the `Slot` of its next tile divides nothing.
 
-All threads of a role arrive, not one for each of its warps: that costs nothing measurable, and racecheck can follow it.
+All threads of a role arrive, not one per warp: that costs nothing measurable, and racecheck can follow it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ from cutlass._mlir.dialects.nvvm import MemScopeKind
 
 
 class Slot(NamedTuple):
-    """Where a tile is: the stage, and the parity of the phase in which the stage's barriers complete for it."""
+    """The place of a tile: the stage, and the parity of the phase in which the stage's barriers complete for it."""
 
     index: Int32
     phase: Int32
@@ -31,10 +31,10 @@ class Slot(NamedTuple):
 class MBarrier(NamedTuple):
     """An mbarrier, one for each stage.
 
-    name      of the field of shared memory: a pointer, a number, or a range with stages
-    arrivals  that complete a phase; an arrival that announces bytes counts as one
-    stages    how many there are
-    bytes     that TMA, or the other CTA of a cluster, brings in a phase; 0: none
+    name      name of the field in shared memory: a pointer, a number, or a range with stages
+    arrivals  number of arrivals that complete a phase; an arrival that announces bytes counts as one
+    stages    number of stages
+    bytes     bytes that TMA, or the other CTA of a cluster, brings in a phase; 0: none
     says      what is true when a phase completes
     """
 
@@ -47,10 +47,10 @@ class MBarrier(NamedTuple):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """An edge: `producers` arrivals fill a stage, and `consumers` arrivals free it; 0: there is no such barrier.
+    """An edge: `producers` arrivals fill a stage, and `consumers` arrivals free it. With 0 there is no such barrier.
 
-    name       its fields of shared memory are NAME_full and NAME_empty
-    bytes      that copies bring to a stage beside the arrivals
+    name       prefix of its fields in shared memory, NAME_full and NAME_empty
+    bytes      bytes that copies bring to a stage beside the arrivals
     full       what is true when a stage is full
     empty      what is true when a stage is free
     """
@@ -64,7 +64,7 @@ class Pipeline:
     empty: str = ""
 
     def barriers(self) -> list[MBarrier]:
-        """The barriers of the edge."""
+        """Returns the barriers of the edge."""
         both = (
             MBarrier(f"{self.name}_full", self.producers, self.stages, self.bytes, self.full),
             MBarrier(f"{self.name}_empty", self.consumers, self.stages, 0, self.empty),
@@ -74,18 +74,18 @@ class Pipeline:
     # ---- where a tile is
 
     def slot(self, tile: Int32 | Slot) -> Slot:
-        """The slot of a tile. Unsigned: dividing a signed number takes twice the instructions."""
+        """Returns the slot of a tile. The division is unsigned: a signed one takes twice the instructions."""
         if isinstance(tile, Slot):
             return tile
         use = Uint32(tile) // self.stages
         return Slot(Int32(Uint32(tile) - use * self.stages), Int32(use % 2))
 
     def index(self, tile: Int32 | Slot) -> Int32:
-        """The stage of a tile."""
+        """Returns the stage of a tile."""
         return self.slot(tile).index
 
     def following(self, slot: Slot) -> Slot:
-        """The slot of the next tile, without a division: for loops that carry it along."""
+        """Returns the slot of the next tile, without a division, for loops that carry it along."""
         wraps = slot.index + 1 == self.stages
         phase = slot.phase ^ cutlass.select_(wraps, Int32(1), Int32(0))
         return Slot(cutlass.select_(wraps, Int32(0), slot.index + 1), phase)
@@ -93,17 +93,17 @@ class Pipeline:
     # ---- the producer
 
     def acquire(self, smem: Any, tile: Int32 | Slot) -> None:
-        """Waits until the stage of a tile is free: until the tile before in it is read. A fresh one is at once."""
+        """Waits until the stage of a tile is free, its earlier tile having been read. A fresh stage is free at once."""
         index, phase = self.slot(tile)
-        # waiting for the phase before the current one returns at once
+        # on a fresh barrier, a wait for the phase before the first one returns at once
         cute.arch.mbarrier_wait(self.empty_barrier(smem, index), phase ^ 1)
 
     def arrive(self, smem: Any, tile: Int32 | Slot, peer: Any = None) -> None:
-        """Says that this thread has filled its part of a stage; of the other CTA's stage if `peer` is its rank."""
+        """Arrives: this thread has filled its part of the stage, in the CTA of rank `peer` if given."""
         _arrive(self.full_barrier(smem, self.index(tile)), peer)
 
     def arrive_copies(self, smem: Any, tile: Int32 | Slot) -> None:
-        """Lets the cp.async copies of this thread arrive when they end: an arrival of its own."""
+        """Makes this thread's cp.async copies arrive when they end; each thread counts as one arrival."""
         cute.arch.cp_async_mbarrier_arrive_noinc(self.full_barrier(smem, self.index(tile)))
 
     def arrive_and_expect(self, smem: Any, tile: Int32 | Slot) -> None:
@@ -117,22 +117,22 @@ class Pipeline:
     # ---- the consumer
 
     def wait(self, smem: Any, tile: Int32 | Slot) -> None:
-        """Waits until a tile is there."""
+        """Waits until a tile has arrived."""
         index, phase = self.slot(tile)
         cute.arch.mbarrier_wait(self.full_barrier(smem, index), phase)
 
     def release(self, smem: Any, tile: Int32 | Slot, peer: Any = None) -> None:
-        """Says that this thread has read a tile; to the other CTA of a cluster if `peer` is its rank."""
+        """Arrives: this thread has read the tile. The arrival goes to the CTA of rank `peer` if given."""
         _arrive(self.empty_barrier(smem, self.index(tile)), peer)
 
     # ---- shared memory
 
     def full_barrier(self, smem: Any, index: Any) -> cute.Pointer:
-        """The barrier that says that a stage is full, which TMA copies take."""
+        """Returns the barrier of a full stage, which TMA copies take."""
         return field_pointer(smem, f"{self.name}_full") + index
 
     def empty_barrier(self, smem: Any, index: Any) -> cute.Pointer:
-        """The barrier that says that a stage is free."""
+        """Returns the barrier of a free stage."""
         return field_pointer(smem, f"{self.name}_empty") + index
 
 
@@ -152,7 +152,7 @@ def table(pipelines: Pipelines) -> str:
 
 
 def lines(barriers: Iterable[MBarrier]) -> str:
-    """Those of `table`."""
+    """Formats barriers for `table`."""
     rows = []
     for barrier in barriers:
         name = f"{barrier.name}[{barrier.stages}]" if barrier.stages > 1 else barrier.name
@@ -166,7 +166,7 @@ def _barriers(pipelines: Pipelines) -> Iterator[MBarrier]:
 
 
 def field_pointer(smem: Any, name: str) -> cute.Pointer:
-    """The first word of a field, which is a pointer, a number or, with stages, a range."""
+    """Returns the first word of a field, which is a pointer, a number or a range with stages."""
     field = getattr(smem, name)
     if isinstance(field, cute.Pointer):
         return field
@@ -176,5 +176,5 @@ def field_pointer(smem: Any, name: str) -> cute.Pointer:
 def _arrive(barrier: cute.Pointer, peer: Any) -> None:
     if peer is None:
         cute.arch.mbarrier_arrive(barrier)
-    else:  # relaxed: it publishes no data of this thread
+    else:  # relaxed: the arrival publishes no data of this thread
         cute.arch.mbarrier_arrive(barrier, peer, scope=MemScopeKind.CLUSTER, relaxed=True)

@@ -1,9 +1,9 @@
-"""Reading 656-byte tokens: rows into registers, their codes as 16-bit numbers into tiles that wgmma reads.
+"""Reads 656-byte tokens: rows into registers, and their codes as 16-bit numbers into tiles that wgmma reads.
 
 One warpgroup handles 16 rows a pass, 4 a warp, 8 lanes a row. A lane holds 16 codes of each of the four quant tiles of
 its row and 8 bf16 values of the rope part: five 16-byte loads, 20 registers.
 
-Codes are stored as float16, exactly; scales are applied to products.
+Codes are stored exactly, as float16; scales are applied to products.
 
 Store map. In the 128-byte swizzle the 16-byte chunk c of row r lies at c ^ (r % 8), and 16 codes become an even and an
 odd chunk. The 8 lanes of a store phase hold four pieces of an even row and four of an odd row, so their chunks fall
@@ -22,12 +22,12 @@ ROW_BYTES = V3_2.token_bytes
 SCALE_OFFSET = V3_2.scales.offset
 ROPE_OFFSET = V3_2.field("rope").offset
 ROWS_PER_PASS = 16
-PIECES = V3_2.num_scales + 1  # 16-byte loads of a lane and row: one of each quant tile, one of the rope part
+PIECES = V3_2.num_scales + 1  # 16-byte loads of a lane and row: one per quant tile, one for the rope part
 
 
 @cute.jit
 def row_pointer(mKV: cute.Tensor, zero_row: Int64, valid, page: Int32, offset: Int32) -> cute.Pointer:
-    """A token's row, or the zeros at the address `zero_row`: a masked slot may hold NaN, and 0 x NaN is NaN."""
+    """Returns the address of a token's row, or `zero_row`, of zeros: a masked slot may hold NaN, and 0 x NaN is NaN."""
     # 64 bits: a cache may have more than 2^31 bytes
     row = Int64(page) * Int64(mKV.stride[0]) + Int64(offset) * Int64(mKV.stride[1])
     address = cutlass.select_(valid, mKV.iterator.toint() + row, zero_row)
@@ -52,7 +52,7 @@ def store_and_gather(
 ):
     """Stores the row in `raw`, and loads another `row`, if any, into the registers as they become free.
 
-    Codes go as float16 into the even and odd chunks (8, 4), the rope part goes into its chunk (8).
+    Codes go as float16 into the even and odd chunks (8, 4); the rope part goes into its chunk (8).
     """
     cute.autovec_copy(cute.recast_tensor(raw[None, PIECES - 1], BFloat16), rope)
     if const_expr(row is not None):
@@ -71,7 +71,7 @@ def store_and_gather(
 
 @cute.jit
 def _load_piece(row: cute.Pointer, segment: Int32, raw: cute.Tensor, piece: cutlass.Constexpr):
-    """Each piece has codes of the quant tile of that number; the last one is of the rope part."""
+    """Loads piece `piece` of a row: the codes of that quant tile; the last piece is in the rope part."""
     load = cute.make_copy_atom(CopyG2ROp(), Uint8, num_bits_per_copy=128)
     start = V3_2.quant_tile * piece if const_expr(piece < PIECES - 1) else ROPE_OFFSET
     source = cute.make_tensor(row + cute.assume(segment + start, divby=16), cute.make_layout(16))

@@ -1,17 +1,17 @@
-"""Timestamps of a kernel's roles, for a timeline. A kernel that is not traced has no instruction of it."""
+"""Timestamps of a kernel's roles, for a timeline. A kernel without a trace contains no instruction for it."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import AddressSpace, Int32, Int64, const_expr
 
-STEPS = 64  # of each role: later ones are not stored
+STEPS = 64  # steps of each role; later ones are not stored
 
 
 class Tracer:
     """Stores clocks into an int64 tensor (ctas, roles + 1, STEPS, 2): before [0] and after [1] each step of a role.
 
     Row `roles` holds (globaltimer, clock64) at the start [0] and at the end [1] of the CTA. One thread of a role calls
-    with `leads`. A wgmma or a copy is asynchronous: its end shows in the wait after it.
+    with `leads`. A wgmma or a copy is asynchronous, so its end shows in the wait after it.
     """
 
     def __init__(self, on: bool, roles: int):
@@ -20,7 +20,7 @@ class Tracer:
 
     @cute.jit
     def start(self, base: cute.Pointer, trace: Int64):
-        """Stores where timestamps of this CTA go, in the tensor at `trace`; called by one thread, before all others."""
+        """Stores the address of this CTA's timestamps in the tensor `trace`; one thread calls it before all others."""
         if const_expr(self.on):
             cta, _, _ = cute.arch.block_idx()
             cta_bytes = (self.roles + 1) * STEPS * 16
@@ -37,16 +37,16 @@ class Tracer:
         leads,
         starts_next: cutlass.Constexpr = False,
     ):
-        """Stores the clock at an edge of a step; with `starts_next` also as the begin of the next step.
+        """Stores the clock at an edge of a step; with `starts_next` also as the beginning of the next step.
 
         `base` points to the address that `start` stored in shared memory.
 
-        One block of PTX computes all it needs from one number, so no register is occupied between two stamps. With two
+        One block of PTX computes everything from one number, so no register is occupied between two stamps. With two
         numbers, ptxas serialized the wgmma of a CTA of 64 heads (C7512).
         """
         if const_expr(self.on):
             first = role * STEPS
-            kept = cutlass.select_(leads, step + first, Int32(-1))  # as an unsigned number -1 is above all steps
+            kept = cutlass.select_(leads, step + first, Int32(-1))  # as an unsigned number, -1 is above all steps
             limit = first + STEPS - int(starts_next)
             cute.arch.inline_ptx(
                 f"{{\n.reg .pred p;\n.reg .b64 place;\nsetp.lt.u32 p, {{$r1}}, {limit};\n"

@@ -5,7 +5,7 @@
     from cute_kernels.distributed import context_parallel_sink_attention  # training: each rank has a part of a sequence
     from cute_kernels.distributed import shard_lengths, shard_slots, shard_block_table, shard_indices  # who keeps what
 
-Nothing else of the package imports this: a program that runs on one GPU never loads it.
+Nothing else in the package imports this one: a program that runs on one GPU never loads it.
 """
 
 from cute_kernels.distributed.decode import context_parallel_decode

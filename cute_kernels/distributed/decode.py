@@ -1,4 +1,4 @@
-"""`context_parallel_decode`: a decode op over the keys of all ranks of a group."""
+"""`context_parallel_decode` runs a decode op over the keys of all ranks of a group."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from fp8_mla import V_DIM
 
 NAME: Final = "context_parallel_decode"
 _OWN: Final = ("s_aux", "out", "lse", "return_lse", "local_lengths")
-"""Arguments that never reach the op as they are."""
+"""Arguments that the op never gets unchanged."""
 _SAME: Final = ("cache_seqlens", "causal", "window", "softcap", "softmax_scale")
-"""Arguments of an op that are equal on all ranks."""
+"""Arguments of an op that must be equal on all ranks."""
 
 
 class _Op(NamedTuple):
     """A decode op of this package.
 
     positional  names of its positional arguments
-    d_v         columns of its output; None: those of q
+    d_v         columns of its output; None: as many as q has
     """
 
     positional: tuple[str, ...]
@@ -82,7 +82,7 @@ def context_parallel_decode(
             blocks, and receives world_size times fewer bytes.
         interleave: number of consecutive tokens that go to one rank before the next rank's turn.
         gather_q: q has this rank's heads only, and those of all ranks are gathered first.
-        combine: how partials are exchanged. None: "symmetric" where ranks can, and partials fit into buffers of 64 MiB
+        combine: how partials are exchanged. None: "symmetric" if ranks can, and partials fit into buffers of 64 MiB
             a rank, else "collective"; the two may differ in the last bit. "collective": one collective of the group,
             then `merge_states`. "symmetric": one launch stores them to the other ranks' memory and merges them as they
             arrive, over torch's symmetric memory, for GPUs of one host that reach each other. The first call makes the
@@ -98,10 +98,10 @@ def context_parallel_decode(
 
     Raises:
         TypeError, ValueError: before partials are exchanged, naming the argument, what it got and what it needs. Also
-            if gradients are enabled and a tensor requires them: there is no backward. On CPUs, where ranks' calls
+            if gradients are enabled and a tensor requires them: there is no backward. On CPUs, if ranks' calls
             differ, on every rank: they tell each other of each call. On GPUs, which do not wait for that, results are
-            NaN where ranks differ in shape or dtype of their partials, heads, interleave or gather_q.
-        RuntimeError: another rank failed, or did not call within the group's timeout. With "symmetric" also where ranks
+            NaN if ranks differ in shape or dtype of their partials, heads, interleave or gather_q.
+        RuntimeError: another rank failed, or did not call within the group's timeout. With "symmetric" also if ranks
             share no memory, or the first call is under graph capture.
     """
     member = Member.of(group)
@@ -131,7 +131,7 @@ def context_parallel_decode(
 
 
 def _combine(how: str | None, rows: Rows, member: Member, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
-    """Over symmetric memory, or by a collective."""
+    """Combines partial rows over symmetric memory, or by a collective."""
     buffer = peer_buffer(how, member, rows, target)
     if buffer is None:
         return exchange.combine(NAME, rows, member, target)
@@ -139,12 +139,12 @@ def _combine(how: str | None, rows: Rows, member: Member, target: Target) -> tup
 
 
 def _op_of(function: Callable[..., Any]) -> _Op | None:
-    """What is known of an op of this package; None for another callable, which may have no hash."""
+    """Returns the facts about an op of this package; None for another callable, which may have no hash."""
     return next((op for known, op in _OPS.items() if known is function), None)
 
 
 def _named(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of an op by name."""
+    """Returns all arguments of an op by name."""
     names = op.positional
     require(len(args) <= len(names), "args", f"{len(args)} of them", f"at most {', '.join(names)}", TypeError)
     call = dict(zip(names, args, strict=False))
@@ -163,7 +163,7 @@ def _rows_of_op(
     gather_q: bool,
     member: Member,
 ) -> tuple[Rows, Target]:
-    """This rank's partial rows, written by the op itself, and where the merged ones go."""
+    """Makes this rank's partial rows, which the op writes itself, and the target of the merged rows."""
     q = call.get("q")
     check_tensor("q", q, ndim=4)
     assert isinstance(q, torch.Tensor)
@@ -205,7 +205,7 @@ def _rows_of_callable(
     gather_q: bool,
     member: Member,
 ) -> tuple[Rows, Target]:
-    """The same for a callable that returns (out, lse)."""
+    """Makes rows and target for a callable that returns (out, lse)."""
     require(callable(decode), "decode", type(decode).__name__, "a decode op, or a callable: (out, lse)", TypeError)
     require(not gather_q, "gather_q", gather_q, "False: only an op of this package has a q to gather")
     require(own["local_lengths"] is None, "local_lengths", "a tensor", "None: only ops of this package take lengths")

@@ -1,10 +1,10 @@
-"""What ranks send each other: rows of a partial output and its log-sum-exp, in one collective, merged in rank order.
+"""The exchange between ranks: rows of a partial output and its log-sum-exp, in one collective, merged in rank order.
 
-A row is the d values of an output, its float32 log-sum-exp, and three times a word that follows from the call: a GPU
-makes NaN of rows that ranks have sent in different calls, a CPU has told its ranks before. It travels as
-bytes: gloo and NCCL both carry uint8. The decode writes into the buffer that is sent and `merge_states` reads the one
-that is received, so nothing is packed or unpacked. States are merged in the order of ranks: the same bits on every
-rank, and in every call.
+A row is the d values of an output, its float32 log-sum-exp, and three copies of a word that follows from the call. If
+ranks send rows of different calls, a GPU turns them into NaN; on CPUs ranks compare their calls before. Rows travel as
+bytes, since gloo and NCCL both carry uint8. The decode writes into the buffer that is sent and `merge_states` reads the
+received one, so nothing is packed or unpacked. States are merged in the order of ranks: the same bits on every rank,
+and in every call.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ LSE_BYTES = 16
 
 
 CALL_BYTES = 2048
-"""Of what ranks tell each other of a call."""
+"""Bytes of the summary of a call that ranks compare."""
 SAMPLES = 32
-"""Numbers of q among that."""
+"""Numbers of q in the summary."""
 
 
 class Member(NamedTuple):
@@ -43,10 +43,10 @@ class Member(NamedTuple):
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Member:
-        """This process's place in `group`, None for the default group.
+        """Returns this process's place in `group`; None is the default group.
 
         Raises:
-            ValueError: there is no group, or this process is not in it.
+            ValueError: the group does not exist, or this process is not in it.
         """
         if not (dist.is_available() and dist.is_initialized()):
             fail("group", group, "a torch.distributed group: call torch.distributed.init_process_group first")
@@ -77,18 +77,18 @@ class Member(NamedTuple):
     def require_same_call(
         self, what: str, arguments: Mapping[str, object], device: torch.device, q: torch.Tensor | None = None
     ) -> None:
-        """Raises on every rank of a group of CPUs unless all make this call: else sizes of collectives would differ.
+        """Raises on all CPU ranks of a group unless all make this call: otherwise sizes of collectives would differ.
 
-        It costs a small collective, so GPUs, which would have to wait for it, and compiled calls do without.
+        It costs a small collective. GPUs, which would have to wait for it, and compiled calls do without.
 
         Args:
-            what: the function that is called.
-            arguments: what must be equal on all ranks, by name.
-            device: of the tensors.
-            q: queries, if they must be the same on all ranks: a sample must, but for rounding.
+            what: name of the function that is called.
+            arguments: arguments that must be equal on all ranks, by name.
+            device: device of the tensors.
+            q: queries, if they must be the same on all ranks: a sample of them is compared up to rounding.
 
         Raises:
-            ValueError: the first argument that differs, what two ranks got, and what it needs.
+            ValueError: names the first argument that differs, what two ranks got, and what it needs.
         """
         if device.type != "cpu" or self.world_size == 1 or torch.compiler.is_compiling():
             return
@@ -115,7 +115,7 @@ class Member(NamedTuple):
 
 
 def _in_words(value: object) -> str:
-    """A short text of an argument's value: of integer tensors one that differs where their contents do."""
+    """Returns a short text of an argument's value; integer tensors with different contents give different texts."""
     if isinstance(value, torch.Tensor):
         words = f"{value.dtype} of shape {tuple(value.shape)}"
         if value.dtype in (torch.int32, torch.int64):
@@ -130,7 +130,7 @@ class Rows(NamedTuple):
 
     bytes  (..., row_bytes) uint8, contiguous
     out    (..., d), a view: the outputs
-    lse    (...) float32, a view: their log-sum-exps
+    lse    (...) float32, a view: the log-sum-exps of these outputs
     """
 
     bytes: torch.Tensor
@@ -139,7 +139,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def view(cls, rows: torch.Tensor, d: int, dtype: torch.dtype) -> Rows:
-        """Of a buffer (..., row_bytes) of rows."""
+        """Views a buffer (..., row_bytes) as rows."""
         width = d * dtype.itemsize
         lse = rows[..., width : width + 4].view(torch.float32).squeeze(-1)
         return cls(rows, rows[..., :width].view(dtype), lse)
@@ -148,18 +148,18 @@ class Rows(NamedTuple):
     def empty(
         cls, shape: tuple[int, ...], d: int, dtype: torch.dtype, device: torch.device, call: tuple[int, ...] = ()
     ) -> Rows:
-        """To be written: outputs and log-sum-exps.
+        """Allocates rows, whose outputs and log-sum-exps are to be written.
 
         Args:
             shape: (..., heads).
             d: values of a row.
-            dtype: of the values.
-            device: of all.
-            call: what else ranks must agree on, as numbers.
+            dtype: dtype of the values.
+            device: device of the rows.
+            call: other facts that ranks must agree on, as numbers.
         """
         rows = torch.empty((*shape, d * dtype.itemsize + LSE_BYTES), dtype=torch.uint8, device=device)
         word = 0
-        # arithmetic that torch.compile traces
+        # arithmetic that torch.compile can trace
         for number in (*shape, d, dtype.itemsize, dtype is torch.float16, *call):
             word = (word * 1_000_003 + number + 1) % (2**31 - 1)
         rows[..., -12:].view(torch.int32).fill_(word)
@@ -167,9 +167,9 @@ class Rows(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where merged results go, and how.
+    """The target of merged results.
 
-    heads  "gather": all heads on every rank; "scatter": each rank its own
+    heads  "gather": all heads on every rank; "scatter": each rank its own heads
     s_aux  (heads,) float32 sinks of the merged heads, or None
     out    (..., heads, d), or None to allocate
     lse    (..., heads) float32, or None to allocate
@@ -193,7 +193,7 @@ class Target(NamedTuple):
         out: torch.Tensor | None,
         lse: torch.Tensor | None,
     ) -> Target:
-        """Checks the arguments; `shape` is (..., all heads). Sinks of all heads become those of this rank's."""
+        """Checks the arguments; `shape` is (..., all heads). Of sinks for all heads it keeps this rank's."""
         require(heads in HEADS, "heads", repr(heads), " or ".join(map(repr, HEADS)))
         all_heads = own = shape[-1]
         if heads == "scatter":
@@ -216,10 +216,10 @@ class Target(NamedTuple):
 
 
 def combine(what: str, rows: Rows, member: Member, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sends this rank's rows (..., heads) and merges what all ranks have: one collective, one launch.
+    """Sends this rank's rows (..., heads) and merges all ranks' rows: one collective, one launch.
 
-    "gather" is an all-gather of all rows. "scatter" is an all-to-all, where each rank gets the rows of its own heads;
-    that moves as many times less as there are ranks.
+    "gather" is an all-gather of all rows. "scatter" is an all-to-all in which each rank gets the rows of its own heads;
+    it moves world_size times fewer bytes.
     """
     world_size, sent = member.world_size, rows.bytes
     if target.heads == "gather":
@@ -235,14 +235,14 @@ def combine(what: str, rows: Rows, member: Member, target: Target) -> tuple[torc
 
 
 def all_gather() -> Callable[..., object]:
-    """Torch's all-gather into one tensor: torch 2.13 renames it, and warns of the name that older versions have."""
+    """Returns torch's all-gather into one tensor: torch 2.13 renames it and warns about the older name."""
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def heads_first(rows: torch.Tensor, world_size: int) -> torch.Tensor:
-    """(..., heads, row_bytes) as (world_size, ..., heads / world_size, row_bytes), contiguous.
+    """Returns (..., heads, row_bytes) as (world_size, ..., heads / world_size, row_bytes), contiguous.
 
-    A view where there is one query; else one copy, of 8 bytes at a time.
+    It is a view if there is one query, else one copy, of 8 bytes at a time.
     """
     *leading, heads, width = rows.shape
     split = rows.view(torch.int64).view(*leading, world_size, heads // world_size, width // 8)
@@ -250,9 +250,9 @@ def heads_first(rows: torch.Tensor, world_size: int) -> torch.Tensor:
 
 
 def gather_heads(what: str, q: torch.Tensor, member: Member) -> torch.Tensor:
-    """Queries (..., own heads, d) of every rank as (..., all heads, d).
+    """Gathers queries (..., own heads, d) of every rank to (..., all heads, d).
 
-    One collective, and a copy where there are several queries.
+    It takes one collective, and a copy if there are several queries.
     """
     sent = q.contiguous().view(torch.uint8)
     received = sent.new_empty((member.world_size, *sent.shape))

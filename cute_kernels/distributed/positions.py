@@ -1,14 +1,14 @@
-"""Positions of a whole context in the words of an op that sees one rank's tokens.
+"""Translates positions of a whole context for an op that sees only one rank's tokens.
 
-An op counts keys from 0 and places its queries at the end of them. On one rank that holds for a query by itself: it
-sees the first n of the rank's tokens, n the rank's share of what it sees in the whole context. So lengths become
-shares, and queries become rows of a batch. What else depends on positions:
+An op counts keys from 0 and places its queries at their end. On one rank this holds for each query alone: it sees the
+first n of the rank's tokens, where n is the rank's share of the keys that it sees in the whole context. So lengths
+become shares, and queries become rows of a batch. Other arguments depend on positions too:
 
 - A *window* of w tokens up to the query's own has the same number of tokens on a rank for every query only if w is a
   multiple of a stripe, ``interleave * world_size``. Then it is w / world_size, wherever it begins and ends.
-- *ALiBi* adds slope * (key - query). Where a rank's positions are a line, ``global = step * local + first``, that is
-  slope * step * (local key - local query), which the op adds itself given slopes * step, plus a number that depends on
-  the row and the head alone. That one leaves the output as it is and adds to the log-sum-exp.
+- *ALiBi* adds slope * (key - query). If a rank's positions are a line, ``global = step * local + first``, that is slope
+  * step * (local key - local query), which the op adds itself given slopes * step, plus a number that depends only on
+  the row and the head. That number leaves the output unchanged and adds to the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from cute_kernels.runtime.checks import check_tensor, fail, require
 class LocalCall(NamedTuple):
     """One call of an op over one rank's tokens.
 
-    queries    which of the s_q
-    arguments  that replace the caller's
-    flat       whether each query is a row of the batch of its own
+    queries    slice of the s_q queries
+    arguments  arguments that replace the caller's
+    flat       whether each query is a batch row of its own
     """
 
     queries: slice
@@ -36,14 +36,14 @@ class LocalCall(NamedTuple):
 
 
 class LocalCalls(NamedTuple):
-    """Calls that together have every query once, and what to add to the log-sum-exps, (batch, s_q, h_q), or None."""
+    """Calls that together have every query once, and the addend of the log-sum-exps, (batch, s_q, h_q), or None."""
 
     calls: list[LocalCall]
     lse_offset: torch.Tensor | None = None
 
 
 class _Line(NamedTuple):
-    """Where a rank's tokens stand in the context: ``step * local + first``."""
+    """The positions of a rank's tokens in the context: ``step * local + first``."""
 
     step: int
     first: int
@@ -55,7 +55,7 @@ ALL = slice(None)
 def local_calls(
     call: dict[str, Any], h_q: int, rank: int, world_size: int, interleave: int, local_lengths: torch.Tensor | None
 ) -> LocalCalls:
-    """The calls that do on one rank what `call` says of the whole context.
+    """Makes the calls on one rank that together compute `call` over the whole context.
 
     Args:
         call: arguments of `mla_fp8_decode` or `gqa_decode` by name; `q` may still lack the heads of other ranks.
@@ -63,7 +63,7 @@ def local_calls(
         local_lengths: (batch, s_q) int32, `shard_lengths` of the call, or None.
 
     Raises:
-        TypeError, ValueError: for what no op can express, and for lengths that do not fit.
+        TypeError, ValueError: no op can compute the call on one rank, or lengths do not fit.
     """
     q, lengths = call["q"], call.get("cache_seqlens")
     if call.get("indices") is not None:
@@ -95,7 +95,7 @@ def local_calls(
             arguments["alibi_slopes"] = slopes
         return LocalCalls([LocalCall(ALL, arguments)], offset)
     table = call.get("block_table")
-    if table is None:  # the cache has a row for each sequence, so queries take turns
+    if table is None:  # the cache has a row for each sequence, so each query is a call
         if slopes is not None:
             arguments["alibi_slopes"] = slopes
         queries = range(s_q)
@@ -110,7 +110,7 @@ def local_calls(
 
 
 def _repeat(rows: torch.Tensor, times: int) -> torch.Tensor:
-    """(batch, n) as (batch x times, n), each row several times in turn."""
+    """Repeats each row of (batch, n): (batch x times, n)."""
     n, width = rows.shape
     return rows.unsqueeze(1).expand(n, times, width).reshape(n * times, width)
 
@@ -128,10 +128,10 @@ def _local_window(window: object, s_q: int, causal: bool, world_size: int, inter
 
 
 def _line(call: dict[str, Any], rank: int, world_size: int, interleave: int) -> _Line:
-    """The line that a rank's tokens are on.
+    """Returns the line that a rank's tokens are on.
 
     Raises:
-        ValueError: they are on none.
+        ValueError: they are not on a line.
     """
     if interleave == 1:
         return _Line(world_size, rank)
@@ -145,7 +145,7 @@ def _line(call: dict[str, Any], rank: int, world_size: int, interleave: int) -> 
 
 
 def _capacity(call: dict[str, Any]) -> int:
-    """Tokens of a sequence that a rank's cache has room for."""
+    """Returns how many tokens of a sequence fit into a rank's cache."""
     layout, cache, table = LAYOUTS.get(call.get("layout", "BNSH")), call.get("v_cache"), call.get("block_table")
     if layout is None:
         fail("layout", repr(call.get("layout")), f"one of {', '.join(LAYOUTS)}")
@@ -162,11 +162,11 @@ def _capacity(call: dict[str, Any]) -> int:
 def _local_slopes(
     slopes: torch.Tensor, lengths: torch.Tensor, local_lengths: torch.Tensor, line: _Line, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slopes for a rank's own positions, and slope * (where the op thinks that a query is - where it is)."""
+    """Returns slopes for a rank's own positions, and slope * (the op's position of a query - its true position)."""
     s_q = local_lengths.shape[1]
     ends = torch.arange(-s_q, 0, dtype=torch.int64, device=lengths.device)
     own = lengths.long().clamp(min=0).unsqueeze(1) + ends
-    # a causal query is the last of its tokens, in a call by itself; others are the last s_q of all
+    # a causal query is the last of its tokens, in a call of its own; other queries are the last s_q of all
     local = local_lengths.long() + (-1 if causal else ends)
     distance = (line.step * local + line.first - own).float()
     offset = distance.unsqueeze(-1) * (slopes if slopes.dim() == 1 else slopes.unsqueeze(1))

@@ -1,4 +1,4 @@
-"""`context_parallel_prefill`: new tokens attend to a context that is spread over the ranks of a group."""
+"""`context_parallel_prefill` lets new tokens attend to a context that is spread over the ranks of a group."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def context_parallel_prefill(
 
     Earlier tokens are spread over the ranks as `context_parallel_decode` reads them: each rank passes keys and values
     of those that it keeps, in any order, since every new token sees them all. All ranks have the chunk's own keys and
-    values, as they have its queries; each attends to the chunk for its share of the heads, so nobody's work is done
+    values, as they have its queries; each rank attends to the chunk for its share of the heads, so no work is done
     twice. Outputs are exchanged in one collective and merged in the order of ranks.
 
     There is no window: layers that have one keep as many tokens, and each rank can keep them all.
@@ -72,14 +72,14 @@ def context_parallel_prefill(
         k_context: (batch, n, h_kv, d), keys of the earlier tokens that this rank keeps; packed (n, h_kv, d). n may be
             0, and another one on each rank.
         v_context: likewise.
-        group: of torch.distributed; None: the default group.
+        group: a group of torch.distributed; None: the default group.
         heads: "gather": every rank gets all heads. "scatter": each rank gets its own, the rank-th of world_size blocks.
         s_aux: (h_q,) float32, or (heads that are returned,): a sink that joins the denominator once.
         softmax_scale: default d ** -0.5.
         cu_seqlens_q: (batch + 1,) int32: where each packed chunk begins.
         cu_seqlens_context: (batch + 1,) int32: where each sequence's packed earlier tokens begin on this rank.
-        out: q's shape with the heads that are returned, q's dtype: where to write.
-        lse: the same without d, float32.
+        out: q's shape with the heads that are returned, q's dtype: tensor to write to.
+        lse: out's shape without d, float32: tensor to write to.
         return_lse: also return the log-sum-exp.
 
     Returns:
@@ -136,9 +136,9 @@ def context_parallel_prefill(
 
 
 def own_heads(h_q: int, h_kv: int, rank: int, world_size: int) -> slice:
-    """The query heads for which a rank attends to the chunk: whole heads of the cache, or a part of one, or none.
+    """Returns the query heads for which a rank attends to the chunk: whole heads of the cache, a part of one, or none.
 
-    Every head belongs to one rank. With fewer heads of the cache than ranks, those that are left over have none.
+    Every head belongs to one rank. With fewer heads of the cache than ranks, surplus ranks have none.
     """
     ratio = h_q // h_kv
     parts = max(1, world_size // h_kv)  # ranks that share a head of the cache

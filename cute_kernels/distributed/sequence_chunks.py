@@ -1,8 +1,8 @@
-"""Which chunks of each sequence a rank trains on, and from where the keys that its queries see come.
+"""Which chunks of each sequence a rank trains on, and which ranks have the keys that its queries see.
 
-A sequence is cut into equal chunks. In order "zigzag" there are two a rank, and rank r of n has chunks r and
-2 n - 1 - r, so that all ranks have as many pairs of a query and a key that it sees. In order "contiguous" rank r has
-chunk r. A rank's tokens are those of its chunks, sequence after sequence.
+A sequence is cut into equal chunks. In order "zigzag" a rank has two: rank r of n has chunks r and 2 n - 1 - r, so that
+all ranks have the same number of visible (query, key) pairs. In order "contiguous" rank r has chunk r. A rank's tokens
+are its chunks' tokens, sequence after sequence.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from cute_kernels.runtime.checks import check_tensor, fail, require
 ORDERS: Final = {"zigzag": 2, "contiguous": 1}
 """Chunks of a sequence that a rank has, by order."""
 KEY_TILE: Final = 128
-"""Keys of a chunk's window begin at a multiple of this, so that kernels see the tiles that they see in a whole one."""
+"""Keys of a chunk's window begin at a multiple of this, so that kernels see the same tiles as in a whole sequence."""
 
 
 class Place(NamedTuple):
-    """A rank among those that share sequences."""
+    """A rank among the ranks that share sequences."""
 
     rank: int
     world_size: int
@@ -31,16 +31,16 @@ class Place(NamedTuple):
 
     @property
     def chunks(self) -> list[int]:
-        """Chunks of each sequence that this rank has, in its order of tokens."""
+        """Numbers of the chunks of each sequence that this rank has, in its order of tokens."""
         return [self.rank, 2 * self.world_size - 1 - self.rank] if self.order == "zigzag" else [self.rank]
 
     @property
     def parts(self) -> int:
-        """Chunks of a sequence."""
+        """Number of chunks of a sequence."""
         return self.world_size * ORDERS[self.order]
 
     def owner(self, chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rank of each chunk, and which of that rank's chunks it is."""
+        """Returns the rank of each chunk, and the chunk's number on that rank."""
         if self.order == "contiguous":
             return chunk, torch.zeros_like(chunk)
         second = chunk >= self.world_size
@@ -50,11 +50,11 @@ class Place(NamedTuple):
 class Keys(NamedTuple):
     """The keys that a rank's queries see, in one packed call of all its chunks.
 
-    sent          this rank's tokens that other ranks get, (n,) int64; None: all of them
-    rows          (keys,) int64: the row of each key. Rows are those of `sent` of rank after rank; where `sent` is not
-                  None, this rank's own tokens come before them
+    sent          (n,) int64: this rank's tokens that other ranks get; None: all of them
+    rows          (keys,) int64: the row of each key among the tokens `sent` by rank after rank; unless `sent` is None,
+                  this rank's own tokens come before them
     cu_seqlens_q  (chunks + 1,) int32: borders of this rank's chunks
-    cu_seqlens_k  likewise of their keys. The last query of a chunk sees the last key
+    cu_seqlens_k  (chunks + 1,) int32: borders of their keys. The last query of a chunk sees the last key
     """
 
     sent: torch.Tensor | None
@@ -65,14 +65,14 @@ class Keys(NamedTuple):
 
 @functools.lru_cache(maxsize=32)
 def keys_of(lengths: tuple[int, ...], tokens: int, place: Place, window: int | None, device: torch.device) -> Keys:
-    """Keys of a rank's chunks; all layers of a step share them.
+    """Finds the keys of a rank's chunks; all layers of a step share the result.
 
     Args:
         lengths: tokens of each chunk, by sequence.
-        tokens: of this rank; those past all chunks are padding.
-        place: of this rank.
-        window: a query sees at most so many keys.
-        device: of all tensors.
+        tokens: tokens of this rank; those past all chunks are padding.
+        place: place of this rank.
+        window: most keys that a query sees.
+        device: device of all tensors.
     """
     count, owned = len(lengths), place.chunks
     earlier = None if window is None else _before(lengths, window)
@@ -110,7 +110,7 @@ def keys_of(lengths: tuple[int, ...], tokens: int, place: Place, window: int | N
 def whole_sequences(
     lengths: tuple[int, ...], tokens: int, place: Place, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where tokens of whole sequences lie in those of rank after rank, (tokens,) int64, and the sequences' borders."""
+    """Returns where whole sequences' tokens lie in all ranks' tokens, (tokens,) int64, and the sequences' borders."""
     sizes = [n * place.parts for n in lengths]
     total = sum(sizes)
     of = torch.arange(len(sizes), dtype=torch.int64, device=device).repeat_interleave(
@@ -125,7 +125,7 @@ def whole_sequences(
 
 
 def _before(lengths: tuple[int, ...], window: int) -> int:
-    """Keys before a chunk that its queries see, up to a multiple of a key tile where chunks are whole tiles."""
+    """Returns the keys before a chunk that its queries see, rounded up to key tiles if chunks are whole tiles."""
     if any(n % KEY_TILE for n in lengths):
         return window - 1
     return -(-(window - 1) // KEY_TILE) * KEY_TILE
@@ -136,14 +136,14 @@ def _numbers(values: list[int], dtype: torch.dtype, device: torch.device) -> tor
 
 
 _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""For each tensor of borders: its version at that time, and its contents."""
+"""The version of each tensor of borders when it was read, and its contents."""
 
 
 def chunk_lengths(q: torch.Tensor, cu_seqlens: torch.Tensor | None, place: Place) -> tuple[int, ...]:
-    """Tokens of a chunk of each sequence. Borders are read on the host once for each tensor and each change of it.
+    """Returns the chunk length of each sequence. The host reads borders once for each tensor and each change of it.
 
     Raises:
-        TypeError, ValueError: a sequence that cannot be cut into equal chunks, or borders that are none.
+        TypeError, ValueError: a sequence cannot be cut into equal chunks, or the borders are invalid.
     """
     slots, parts = ORDERS[place.order], place.parts
     if cu_seqlens is None:

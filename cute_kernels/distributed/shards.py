@@ -1,13 +1,13 @@
-"""Which rank keeps which token of a context, and where.
+"""Which rank keeps which token of a context, and at which place.
 
 Tokens are dealt to ranks in turn, `interleave` at a time: the token at position p belongs to rank
 ``p // interleave % world_size``. A rank keeps its tokens in their order, so its own *local* position of p is
 ``p // (interleave * world_size) * interleave + p % interleave``. An interleave of 1 balances best, one of a page moves
 whole pages, and one of at least ``context / world_size`` cuts the context into one contiguous range a rank.
 
-A rank's block table is an ordinary one over its local positions. Where each page holds page_size tokens of *every*
+A rank's block table is an ordinary one over its local positions. If each page holds page_size tokens of *every*
 rank, as in vLLM and SGLang, all ranks have the same table, ``ceil(length / (page_size * world_size))`` entries long.
-Where a page belongs to one rank, `shard_block_table` picks a rank's entries.
+If a page belongs to one rank, `shard_block_table` picks a rank's entries.
 
 All functions take the `rank` whose tokens are asked for, the `world_size`, which is the number of ranks, and the
 `interleave`. They are torch arithmetic on the device of their tensors, without synchronization: a CUDA graph captures
@@ -23,9 +23,9 @@ from fp8_mla import slots_from_positions
 
 INTEGERS = (torch.int32, torch.int64)
 NOT_HERE = -1
-"""The slot of a token that another rank keeps, or of none."""
+"""The slot of a token that another rank keeps, or that does not exist."""
 MAX_SLOTS = 2**31
-"""Fewer than these: indices are int32."""
+"""A cache has fewer slots than this, because indices are int32."""
 MAX_LENGTH = 2**31 - 1
 """The largest length of an int32 tensor."""
 MAX_STRIPE = 2**63
@@ -33,7 +33,7 @@ MAX_STRIPE = 2**63
 
 
 def check_share(rank: int, world_size: int, interleave: int) -> None:
-    """Raises unless the three say who keeps what."""
+    """Raises unless rank, world_size and interleave are valid together."""
     for name, value, least in (("world_size", world_size, 1), ("interleave", interleave, 1), ("rank", rank, 0)):
         is_int = isinstance(value, int) and not isinstance(value, bool)
         require(is_int, name, type(value).__name__, "an int", TypeError)
@@ -52,10 +52,10 @@ def shard_lengths(
     s_q: int | None = None,
     causal: bool = True,
 ) -> torch.Tensor:
-    """How many of the first `lengths` tokens of each context a rank keeps.
+    """Counts how many of the first `lengths` tokens of each context a rank keeps.
 
-    With `s_q` it is what each query sees: query j of s_q stands at position ``lengths - s_q + j`` and sees no later
-    token. A step of a model needs this once; `context_parallel_decode` takes it as `local_lengths`.
+    With `s_q` it counts what each query sees: query j of s_q is at position ``lengths - s_q + j`` and sees no later
+    token. A model needs this once a step; `context_parallel_decode` takes it as `local_lengths`.
 
     Args:
         lengths: (batch,) int32 or int64, of any shape without `s_q`: tokens of the whole context. Below 0 counts as 0.
@@ -84,7 +84,7 @@ def shard_lengths(
 
 
 def local_positions(positions: torch.Tensor, *, rank: int, world_size: int, interleave: int) -> torch.Tensor:
-    """int64: the local positions of this rank's tokens, -1 for all others."""
+    """Returns the int64 local positions of this rank's tokens, -1 for all others."""
     wide = positions.long()
     stripe = interleave * world_size
     local = wide // stripe * interleave + wide % interleave
@@ -102,18 +102,18 @@ def shard_slots(
     interleave: int = 1,
     num_pages: int | None = None,
 ) -> torch.Tensor:
-    """The slots of tokens in a rank's own cache, -1 for the tokens of other ranks.
+    """Returns the slots of tokens in a rank's own cache, -1 for the tokens of other ranks.
 
     Flattened, it is the slot mapping of `mla_fp8_append` and `kv_int8_append`, which skip negative slots: every rank
     appends the same new tokens and keeps its own.
 
     Args:
-        positions: (batch, ...) int32 or int64: positions in each context. Negative ones are no token.
-        block_table: (batch, max_pages) int32 or int64, this rank's. None: `positions` are slots of one whole cache that
-            is dealt out like a context, ``page * page_size * world_size + offset`` with page_size a multiple of
-            `interleave`; any shape.
+        positions: (batch, ...) int32 or int64: positions in each context. Negative positions are no token.
+        block_table: (batch, max_pages) int32 or int64, this rank's. None: `positions` are slots of one whole cache
+            whose tokens are dealt to ranks like a context's, ``page * page_size * world_size + offset`` with page_size
+            a multiple of `interleave`; any shape.
         page_size: tokens that a page holds on one rank; with a block table.
-        num_pages: pages of this rank's cache: table entries not below it hold no token. None: only negative ones do.
+        num_pages: pages of this rank's cache: larger table entries hold no token. None: only negative entries do not.
 
     Returns:
         int64 of the shape of `positions`.
@@ -152,10 +152,10 @@ def _slots(
 def shard_block_table(
     block_table: torch.Tensor, page_size: int, *, rank: int, world_size: int, interleave: int
 ) -> torch.Tensor:
-    """A rank's entries of the block table of a whole context, where every page belongs to one rank.
+    """Returns a rank's entries of the block table of a whole context, in which every page belongs to one rank.
 
-    Entries are moved, not changed: each names a page of the cache of the rank that keeps it. Where pages hold tokens of
-    every rank, nothing has to be picked, and all ranks use one table.
+    Entries are moved, not changed: each names a page of the cache of the rank that keeps it. If pages hold tokens of
+    every rank, this function is not needed, and all ranks use one table.
 
     Args:
         block_table: (batch, max_pages) int32 or int64, pages of `page_size` consecutive tokens.
@@ -191,13 +191,13 @@ def shard_indices(
     topk_length: torch.Tensor | None = None,
     num_pages: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The part of a sparse index list that a rank keeps, as `mla_fp8_decode` takes it there.
+    """Returns a rank's part of a sparse index list, in the form that `mla_fp8_decode` takes.
 
     The entries of a rank come first, in their order; the rest is -1. The lists of all ranks together have every valid
     entry once.
 
     Args:
-        indices: (batch, s_q, topk) int32 or int64: positions in each context, in any order; negative ones are none.
+        indices: (batch, s_q, topk) int32 or int64: positions in each context, in any order; negative ones are skipped.
         block_table: (batch, max_pages) int32 or int64, this rank's. None: `indices` are slots of one whole cache that
             is dealt out like a context, as in `shard_slots`.
         page_size: tokens that a page holds on one rank; with a block table.
@@ -222,7 +222,7 @@ def shard_indices(
         check_tensor("topk_length", topk_length, dtype=INTEGERS, shape=shape, device=indices.device)
         column = torch.arange(topk, dtype=torch.int64, device=indices.device)
         mine &= column < (topk_length.unsqueeze(-1) if per_query else topk_length[:, None, None])
-    # every entry gets a column of its own, mine from the left: a permutation, so the scatter has one outcome
+    # every entry gets a column of its own, this rank's from the left: a permutation, so the scatter has one outcome
     before = mine.cumsum(-1, dtype=torch.int64)
     count = before[..., -1:] if topk else before.new_zeros((batch, s_q, 1))
     others = (~mine).cumsum(-1, dtype=torch.int64)

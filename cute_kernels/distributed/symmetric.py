@@ -1,4 +1,4 @@
-"""The memory that ranks share, over torch's symmetric memory: made once, by all ranks, before anything is captured."""
+"""The memory that ranks share, over torch's symmetric memory: all ranks allocate it together, before any capture."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from cute_kernels.runtime.checks import require
 from cute_kernels.runtime.memory import for_all_streams, is_capturing
 
 HALF_BYTES = 32 << 20
-"""Of half a buffer, unless one call needs more; a power of two, as larger ones are. It holds 4032 rows of 512 bfloat16
-from each of 8 ranks, or 31 query tokens of 128 heads: what is larger is bound by the link, where a collective is as
-good."""
+"""Bytes of half a buffer, unless one call needs more; larger sizes are powers of two as well. It holds 4032 rows of 512
+bfloat16 from each of 8 ranks, or 31 query tokens of 128 heads. Larger calls are bound by the link, where a collective
+is as fast."""
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
 COMBINE = (None, "collective", "symmetric")
 
 
 class _Order:
-    """Makes eager launches of a rank over one buffer follow each other, on whatever streams they are.
+    """Orders eager launches of a rank over one buffer one after the other, on whatever streams they are.
 
-    Two at a time would count as one. The order of launches that are captured is up to the graphs.
+    Two at a time would count as one. Graphs order the launches that they captured.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,13 +50,13 @@ class _Order:
 
     @contextlib.contextmanager
     def next(self) -> Iterator[None]:
-        """Of a launch on the current stream: has that wait for the last launch, if it was on another one."""
+        """Orders a launch on the current stream: makes it wait for the last launch, if that was on another stream."""
         if is_capturing(self._device):
             yield
             return
-        # CUDA's default stream of each thread has one handle for all of them
+        # the default stream of each thread has the same handle
         stream = torch._C._cuda_getCurrentRawStream(self._device.index), threading.get_ident()
-        with self._lock:  # of the launch, too: another thread's comes before the wait or after the event
+        with self._lock:  # held during the launch too: another thread's launch comes before the wait or after the event
             current = torch.cuda.current_stream(self._device)
             if self._launched is None:
                 self._launched = torch.cuda.Event()
@@ -68,13 +68,13 @@ class _Order:
 
 
 class _Buffer:
-    """This rank's buffer, and how the kernel reaches those of all ranks."""
+    """This rank's buffer, and how the kernel reaches the buffers of all ranks."""
 
     def __init__(self, member: Member, device: torch.device, half_bytes: int) -> None:
-        """Allocates; `meet` makes it of use.
+        """Allocates the buffer; it can be used after `meet`.
 
         Raises:
-            Exception: of torch, which has no such memory.
+            Exception: torch's error if it has no such memory.
         """
         import torch.distributed._symmetric_memory as symmetric_memory
 
@@ -93,10 +93,10 @@ class _Buffer:
         self.order = _Order(device)
 
     def meet(self, member: Member) -> None:
-        """Finds the others' buffers; all ranks of the group call it at the same time, once all have allocated.
+        """Finds the other ranks' buffers; all ranks of the group call it at the same time, once all have allocated.
 
         Raises:
-            Exception: of torch, which finds that ranks do not reach each other's memory.
+            Exception: torch's error if ranks do not reach each other's memory.
         """
         import torch.distributed._symmetric_memory as symmetric_memory
 
@@ -107,7 +107,7 @@ class _Buffer:
         if addresses[member.rank] != self._own.data_ptr():
             raise AssertionError("torch maps this rank's own buffer to another address")
         peers = for_all_streams(device, lambda: torch.tensor(addresses, dtype=torch.int64, device=device))
-        self._member = member._replace(group=None)  # what a group has must not keep it alive
+        self._member = member._replace(group=None)  # this member must not keep its group alive
         self._limit = _timeout(group, device)
         self._report = ctypes.c_int32.from_address(self._pinned.data_ptr())
         limit_ns = int(self._limit.total_seconds() * 1e9)
@@ -115,7 +115,7 @@ class _Buffer:
         _buffers.add(self)
 
     def failure(self) -> str:
-        """In words, which rank this one waited for in vain; empty if none."""
+        """Returns in words which rank did not answer in time; empty if none."""
         waited_for, member = self._report.value - 1, self._member
         if waited_for < 0:
             return ""
@@ -127,15 +127,15 @@ class _Buffer:
 
 
 class _Shared:
-    """What a group has on a device. `reason`: in words, why its ranks share no more memory than they do."""
+    """The buffers of a group on a device. `reason`: in words, why its ranks share no more memory."""
 
     def __init__(self) -> None:
         self.buffers: list[_Buffer] = []  # all are kept: graphs hold their addresses
         self.reason = ""
-        self.making = threading.RLock()  # held while ranks wait for each other, so each group has its own
+        self.making = threading.RLock()  # held while ranks wait for each other, so each group has one
 
     def largest(self) -> int:
-        """Bytes of half the last buffer."""
+        """Returns the bytes of half the last buffer."""
         return self.buffers[-1].memory.half_bytes if self.buffers else 0
 
 
@@ -145,15 +145,15 @@ _making = threading.RLock()
 
 
 def peer_buffer(how: str | None, member: Member, rows: Rows, target: Target) -> _Buffer | None:
-    """The buffer that a call is combined over; None for a collective.
+    """Returns the buffer that a call is combined over; None for a collective.
 
-    The first call of a group makes it, and one that asks for "symmetric" memory and needs more: ranks then wait for
-    each other on the host. Under graph capture nothing is made.
+    The first call of a group makes it, and so does a call that asks for "symmetric" memory and needs more: ranks then
+    wait for each other on the host. Under graph capture nothing is made.
 
     Raises:
-        ValueError: how is "symmetric", and tensors or shapes are not for it.
+        ValueError: how is "symmetric", and tensors or shapes do not allow it.
         RuntimeError: how is "symmetric", and ranks cannot share memory, or the call is under graph capture and its
-            buffer does not exist.
+            buffer does not exist yet.
     """
     device = rows.bytes.device
     forced = how == "symmetric"
@@ -179,7 +179,7 @@ def peer_buffer(how: str | None, member: Member, rows: Rows, target: Target) -> 
                     f"{needed} bytes, made by one call with these shapes on every rank before the capture"
                 )
             return None
-        # Powers of two: all that are kept for graphs are together less than twice the largest.
+        # Sizes are powers of two: all buffers kept for graphs together are less than twice the largest.
         _make(shared, member, device, max(1 << (needed - 1).bit_length(), HALF_BYTES))
     if shared.largest() >= needed:
         return shared.buffers[-1]
@@ -192,7 +192,7 @@ def peer_buffer(how: str | None, member: Member, rows: Rows, target: Target) -> 
 
 
 def raise_if_failed(member: Member) -> None:
-    """Raises RuntimeError if an earlier launch over the group's buffers waited in vain: the GPU is lost then."""
+    """Raises RuntimeError if an earlier launch over the group's buffers gave up waiting: the GPU is lost then."""
     if not _buffers:
         return
     for shared in _shared.get(_group_of(member), {}).values():
@@ -202,7 +202,7 @@ def raise_if_failed(member: Member) -> None:
 
 
 def combine_with_peers(rows: Rows, buffer: _Buffer, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `exchange.combine`, in one launch."""
+    """Does what `exchange.combine` does, in one launch."""
     *leading, heads = rows.lse.shape
     if target.heads == "scatter":
         heads //= buffer.memory.peers.shape[0]
@@ -227,9 +227,9 @@ def _shared_of(member: Member, device: torch.device) -> _Shared:
 
 
 def _make(shared: _Shared, member: Member, device: torch.device, half_bytes: int) -> None:
-    """Adds a buffer, or the reason why there is none: the same on all ranks, which call this at the same time.
+    """Adds a buffer, or the reason why there is none, on all ranks alike: they call this at the same time.
 
-    After each step that may fail on one rank alone, all ranks agree: none enters the next one without the others.
+    After each step that may fail on a single rank, all ranks agree: none enters the next step without the others.
     """
     with shared.making, torch.cuda.device(device):
         if shared.reason or shared.largest() >= half_bytes:
@@ -252,13 +252,13 @@ def _make(shared: _Shared, member: Member, device: torch.device, half_bytes: int
 
 
 def _agree(member: Member, reason: str) -> str:
-    """The first rank's reason that is not empty."""
+    """Returns the first rank's reason that is not empty."""
     reasons = _gathered(member, reason)
     return next((f"rank {rank}: {own}" for rank, own in enumerate(reasons) if own), "")
 
 
 def _obstacle(member: Member, device: torch.device) -> str:
-    """What can be told without trying: ranks on several hosts, or GPUs without access to each other."""
+    """Returns an obstacle that is known without a try: ranks on several hosts, or GPUs without access to each other."""
     uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
     ranks = _gathered(member, (socket.gethostname(), uuid))
     hosts = sorted({host for host, _ in ranks})
@@ -283,7 +283,7 @@ def _group_of(member: Member) -> Any:
 
 
 def _timeout(group: Any, device: torch.device) -> datetime.timedelta:
-    """How long ranks of a group wait for each other; that of NCCL where the backend does not say."""
+    """Returns how long ranks of a group wait for each other; NCCL's default if the backend does not say."""
     try:
         found = group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):
@@ -293,7 +293,7 @@ def _timeout(group: Any, device: torch.device) -> datetime.timedelta:
 
 @atexit.register
 def _explain() -> None:
-    """CUDA's own message says nothing of ranks, and a program that has seen it usually ends."""
+    """Warns about the failed launch: CUDA's own message does not mention ranks, and usually ends the program."""
     for buffer in list(_buffers):
         if failure := buffer.failure():
             print(f"context_parallel_decode: {failure}", file=sys.stderr)

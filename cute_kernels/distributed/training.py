@@ -1,4 +1,4 @@
-"""`context_parallel_sink_attention`: sequences that are spread over the ranks of a group, with gradients."""
+"""`context_parallel_sink_attention`: attention with gradients over sequences that are spread over a group's ranks."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ def context_parallel_sink_attention(
     chunks r and 2 n - 1 - r, or chunk r, in this order; positions for RoPE are those in the whole sequence. All ranks
     call together, forward and backward.
 
-    Gradients of q, k and v are complete. **The gradient of s_aux is this rank's part alone**: it is summed over the
-    group as that of any parameter that ranks share, by FSDP or DDP over a mesh that includes it, or by an all-reduce.
+    Gradients of q, k and v are complete. **The gradient of s_aux is only this rank's part**: sum it over the group like
+    the gradient of any parameter that ranks share, by FSDP or DDP over a mesh that includes it, or by an all-reduce.
 
     Args:
         q: (batch, tokens of this rank, h_q, d) bfloat16 or float16, d 64 or 128; packed (tokens of this rank, h_q, d):
-            of each sequence its chunks, sequence after sequence. As many on all ranks.
+            the chunks of each sequence, sequence after sequence. The same number of tokens on all ranks.
         k: (batch, tokens of this rank, h_kv, d), q's dtype; packed (tokens of this rank, h_kv, d).
         v: likewise.
         s_aux: (h_q,) float32 sinks of all heads, on every rank, or None.
-        group: of torch.distributed; None: the default group.
+        group: a group of torch.distributed; None: the default group.
         comm: "all_gather": every rank gets keys and values of one layer at a time, or only those before its chunks that
             a window reaches; nothing of them is saved for the backward, which gathers again. "a2a": heads are exchanged
             for tokens, so h_q and h_kv are multiples of the ranks.
         order: "zigzag" balances causal attention; "contiguous" is for data that is dealt out in whole runs.
-        window: a query sees at most so many tokens, its own included.
+        window: most tokens that a query sees, its own included.
         softmax_scale: default d ** -0.5.
         cu_seqlens: packed: (sequences + 1,) int32, borders of whole sequences, the same on all ranks; each has a
             multiple of 2 n, or n, tokens. Later tokens are padding.
@@ -93,7 +93,7 @@ def _check(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s_aux: torch.Tensor | None, window: int | None,
     softmax_scale: float | None, packed: bool, deterministic: bool,
 ) -> None:  # fmt: skip
-    """Raises what `sink_attention` says of the tensors as if they were one batch."""
+    """Raises the error that `sink_attention` would raise for the tensors as one batch."""
     check_tensor("q", q, ndim=3 if packed else 4)
     tokens = tuple(q.shape[:-2])
     check_tensor("k", k, shape=(*tokens, None, q.shape[-1]))
@@ -106,7 +106,7 @@ def _check(
 
 
 class _Call(NamedTuple):
-    """What a backward has of its call beside tensors."""
+    """Arguments of a call that its backward needs, besides tensors."""
 
     keys: Keys
     member: Member
@@ -140,7 +140,7 @@ def _packed(call: _Call) -> dict[str, Any]:
 
 
 def _gathered(k: torch.Tensor, v: torch.Tensor, call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a call, (keys, h_kv, d) each, from those of all ranks."""
+    """Gathers the keys and values of a call, (keys, h_kv, d) each, from all ranks."""
     own = torch.stack([k, v], dim=1)
     sent = own if call.keys.sent is None else own.index_select(0, call.keys.sent)
     received = sent.new_empty((call.member.world_size * sent.shape[0], *sent.shape[1:]))
@@ -153,7 +153,7 @@ def _gathered(k: torch.Tensor, v: torch.Tensor, call: _Call) -> tuple[torch.Tens
 def _scattered(
     dkeys: torch.Tensor, dvalues: torch.Tensor, call: _Call, k: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of a rank's k and v from those of all ranks' keys: float32 sums in the order of ranks.
+    """Adds up gradients of a rank's k and v from those of all ranks' keys: float32, in the order of ranks.
 
     A key is at most once in each chunk's keys. Sums of two have the same bits in any order.
     """
@@ -178,7 +178,7 @@ def _scattered(
 
 
 class _AllToAll(torch.autograd.Function):
-    """(ranks, ...) of which each rank gets its own; its gradient goes the same way back."""
+    """Exchanges (ranks, ...): each rank gets its own entry from all. The gradient goes back the same way."""
 
     @staticmethod
     def forward(ctx: Any, sent: torch.Tensor, member: Member) -> torch.Tensor:
@@ -197,7 +197,7 @@ def _by_heads(
     qkv: list[torch.Tensor], s_aux: torch.Tensor | None, whole: tuple[torch.Tensor, torch.Tensor], member: Member,
     options: dict[str, Any],
 ) -> torch.Tensor:  # fmt: skip
-    """Attention of this rank's block of heads over whole sequences, which `whole_sequences` describes."""
+    """Computes attention of this rank's block of heads over whole sequences, described by `whole_sequences`."""
     ranks, tokens, (rows, borders) = member.world_size, qkv[0].shape[0], whole
 
     def of_own_heads(t: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`kv_append`, `kv_int8_append`: quantize new keys and values and write them to their slots of a cache."""
+"""`kv_append` and `kv_int8_append` quantize new keys and values and write them to their slots of a cache."""
 
 from __future__ import annotations
 
@@ -92,17 +92,17 @@ def kv_int8_append(
 
 
 def stored_rows(kind: str, d: int) -> list[tuple[torch.dtype, int]]:
-    """Dtype and size of a row of k_cache and of v_cache, for d values."""
+    """Returns dtype and size of a row of k_cache and of v_cache, for d values."""
     return [(getattr(torch, name), d // values_of(name)) for name in KINDS[kind]]
 
 
 class PreparedLaunch(NamedTuple):
-    """A compiled kernel and what the layout decides of its arguments.
+    """A compiled kernel, and the facts about its arguments that the layout decides.
 
-    launch  the kernel, by name
+    launch  the kernel, called by name
     views   axes in which the kernel gets k_cache, v_cache, k_scale and v_scale; None: as the caller has them
-    apart   distances of v_cache, k_scale and v_scale from k_cache, in bytes, with which none of them overlap; None
-            where every call is checked
+    apart   distances of v_cache, k_scale and v_scale from k_cache, in bytes, with which none of them overlap; None if
+            every call is checked
     """
 
     launch: Callable[..., None]
@@ -147,7 +147,7 @@ def _launch(request: AppendRequest) -> None:
 def _prepare(key: tuple[Any, ...], request: AppendRequest) -> PreparedLaunch:
     """Loads the kernel after all checks.
 
-    On a CPU, or without rows, another function replaces it. That one checks nothing, so it is not kept.
+    On a CPU, or without rows, another function replaces the kernel. It checks nothing, so it is not kept.
     """
     check(request)
     k, k_cache, v_cache = request["k"], request["k_cache"], request["v_cache"]
@@ -178,7 +178,7 @@ def _append_on_cpu(request: AppendRequest, **tensors: torch.Tensor) -> None:
 
 
 def check(request: AppendRequest) -> None:
-    """Raises what is wrong with the arguments, by name."""
+    """Checks the arguments; an error names the wrong one."""
     k, v, slots = request["k"], request["v"], request["slot_mapping"]
     k_cache, v_cache, k_scale, v_scale = (request[name] for name in ("k_cache", "v_cache", "k_scale", "v_scale"))
     APPEND.check_options(request)
@@ -199,7 +199,7 @@ def check(request: AppendRequest) -> None:
     for name, scale, known in (("k_scale", k_scale, scale_dtypes), ("v_scale", v_scale, None)):
         # both have the same dtype
         check_tensor(name, scale, dtype=known or k_scale.dtype, device=k.device)
-        # raises where no granularity fits, or several
+        # raises if no granularity fits, or several do
         granularity = scale_kind(name, tuple(scale.shape), layout, sizes).granularity
         good = kind == INT8 or granularity == "per_token_head"
         require(good, name, granularity, f"per_token_head, as kind {kind!r} has it")
@@ -216,7 +216,7 @@ def check(request: AppendRequest) -> None:
 
 
 def _views(layout: CacheLayout, *kinds: ScaleKind) -> tuple[tuple[int, ...], ...] | None:
-    """What `PreparedLaunch.views` holds: the kernel takes any strides, but the outer axis must come first."""
+    """Returns the axes for `PreparedLaunch.views`: kernels take any strides, but the outer axis must come first."""
     if layout.key[0] == layout.outer:
         return None
     scales = (token_major(layout.scale_axes(kind.granularity)) or (0,) for kind in kinds)

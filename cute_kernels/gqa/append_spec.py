@@ -1,4 +1,4 @@
-"""What is fixed at compile time in the append kernel of INT8, FP8 and 4-bit caches."""
+"""Compile-time facts of the append kernel of INT8, FP8 and 4-bit caches."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -7,8 +7,8 @@ from cute_kernels.gqa.codes import DTYPES, INT8, KINDS, ROTATED_KINDS, SCALE_DTY
 from cute_kernels.gqa.layouts import GROUP_SIZES, HEAD_DIMS, ROTATED_DIMS, ScaleKind
 
 WARP = 32
-VALUES = 16  # of a lane's piece of a row: two 16-byte loads, one 16-byte store
-MAX_HELD = 4  # pieces of K, and as many of V, that a lane keeps in registers: 16 registers each pair
+VALUES = 16  # values of a lane's piece of a row: two 16-byte loads, one 16-byte store
+MAX_HELD = 4  # pieces of K, and as many of V, that a lane keeps in registers: 16 registers for each pair
 GIVEN, PER_TOKEN, PER_TOKEN_HEAD = "given", "per_token", "per_token_head"
 GROUPS = {ScaleKind("per_group", size).name: size for size in GROUP_SIZES}
 SCALES = (GIVEN, PER_TOKEN, PER_TOKEN_HEAD, *GROUPS)
@@ -20,15 +20,15 @@ class KvAppendSpec:
 
     dtype        of the new keys and values: "bfloat16" or "float16"
     d            head dimension
-    k_scale      what shares a scale: "given" (per_tensor and per_head: read), "per_token", "per_token_head",
+    k_scale      values that share a scale: "given" (per_tensor and per_head: read), "per_token", "per_token_head",
                  "per_group_32" or "per_group_64"
-    v_scale      the same of the values
-    scale_dtype  of both: "float16" or "float32"
-    kind         what is stored, as `kv_append` calls it
+    v_scale      values of V that share a scale; names as for k_scale
+    scale_dtype  dtype of both scales: "float16" or "float32"
+    kind         the kind of `kv_append`
     x_packed     the layout is paged_vllm. One kernel serves all others through their strides.
     team         lanes that share a unit of work: a token if either scale is per_token, else a head of a token
-    held         pieces of 16 values that a lane has of a unit; 0: as many as there are, read twice
-    warps        of a CTA
+    held         pieces of 16 values that a lane holds of a unit; 0: too many to hold, so they are read twice
+    warps        warps of a CTA
     """
 
     dtype: str
@@ -57,7 +57,7 @@ class KvAppendSpec:
         kind: str = INT8,
         x_packed: bool = False,
     ) -> "KvAppendSpec":
-        """The variant for a cache of `h_kv` heads: the smallest team that holds a unit in registers, if a warp can."""
+        """Chooses the variant for a cache of `h_kv` heads: the smallest team that holds a unit in registers, if any."""
         pieces = d // VALUES
         team, held = pieces, 1
         if PER_TOKEN in (k_scale, v_scale):
@@ -68,7 +68,7 @@ class KvAppendSpec:
 
     @property
     def codes(self) -> tuple[str, str]:
-        """The types of what is stored of K and V."""
+        """The types of the stored K and V."""
         return KINDS[self.kind]
 
     @property
@@ -117,12 +117,12 @@ class KvAppendSpec:
 
 
 def sharing(kind: ScaleKind) -> str:
-    """The name of a granularity in the spec."""
+    """Returns the spec's name of a granularity."""
     return GIVEN if kind.granularity in ("per_tensor", "per_head") else kind.name
 
 
 def shipped_specs() -> list[KvAppendSpec]:
-    """The variants that the tests hold to their budget, one of each kind; a call may ask for any other."""
+    """Returns the variants that the tests hold to their budget, one of each kind; a call may ask for any other."""
     bf16, fp16 = DTYPES
     token_head: dict[str, Any] = {"k_scale": PER_TOKEN_HEAD, "v_scale": PER_TOKEN_HEAD, "scale_dtype": "float32"}
     return (

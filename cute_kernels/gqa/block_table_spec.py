@@ -1,4 +1,4 @@
-"""What is fixed at compile time in the kernel that makes block tables from lists of blocks."""
+"""Compile-time facts of the kernel that makes block tables from lists of blocks."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -25,5 +25,5 @@ class BlockTableSpec:
 
 
 def shipped_specs() -> list[BlockTableSpec]:
-    """Every specification that a call can ask for."""
+    """Returns every spec that a call can ask for."""
     return [BlockTableSpec(paged) for paged in (True, False)]

@@ -1,4 +1,4 @@
-"""Launches of `gqa_decode` with lists of blocks: a block table for each list, then a decode of all that it names."""
+"""Launches of `gqa_decode` with lists of blocks: a block table for each list, then a decode over these tables."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from cute_kernels.runtime.ops import signature
 
 
 class PreparedLaunch(NamedTuple):
-    """All that stays the same while the shapes of a call do.
+    """Facts that stay the same while the shapes of a call do.
 
-    make_table  the kernel that makes block tables, by name; None if there is no key or no query
-    layout      of the decode
-    views       of caches and scales
+    make_table  the kernel that makes block tables, called by name; None if there is no key or no query
+    layout      layout of the decode
+    views       views of caches and scales
     rows        sequences of the decode: query tokens x lists
     table       template of the block table
     keys        template of the lengths
-    no_length   stands for lengths that are left out
+    no_length   replaces lengths that are left out
     apart       see `Operator.check_addresses`
     """
 
@@ -71,7 +71,7 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def decode_request(request: Request, prepared: PreparedLaunch, table: torch.Tensor, keys: torch.Tensor) -> Request:
-    """The decode of the sequences that a block table and its lengths name."""
+    """Makes the request that decodes the sequences of a block table and its lengths."""
     given: Any = request
     q, out, lse = request["q"], request["out"], request["lse"]
     rows, d = prepared.rows, q.shape[3]
@@ -91,7 +91,7 @@ def decode_request(request: Request, prepared: PreparedLaunch, table: torch.Tens
 
 
 def _in_place(given: torch.Tensor | None, found: torch.Tensor) -> torch.Tensor:
-    """The result in the caller's tensor; it is there already unless heads of that are apart."""
+    """Returns the result in the caller's tensor; copies it if the heads of that tensor are not evenly apart."""
     if given is None:
         return found
     if given.data_ptr() != found.data_ptr():
@@ -103,7 +103,7 @@ def _prepare(key: tuple[Any, ...], request: Request) -> PreparedLaunch:
     """Plans a call and loads the kernel that makes tables, after all checks."""
     check(request)
     q, indices = request["q"], request["indices"]
-    assert indices is not None  # callers have looked
+    assert indices is not None  # the callers have checked
     layout = LAYOUTS[request["layout"]]
     sizes = sizes_of(request, layout)
     batch, s_q, lists, n = indices.shape

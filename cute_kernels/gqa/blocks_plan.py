@@ -1,8 +1,8 @@
-"""Block-sparse calls as calls that read all of their keys: pure Python, from shapes and strides to views.
+"""Turns block-sparse calls into calls that read all of their keys: pure Python, from shapes and strides to views.
 
 Each query token and KV head becomes a sequence of its own, whose block table has the blocks of its list. So the decode
-kernel needs to know nothing of lists. A cache becomes *virtual pages* of one head: a page of a head, or a block of it
-where that is smaller. Virtual page `page * steps[0] + part * steps[1] + head * steps[2]` begins so many units of memory
+kernel knows nothing about lists. A cache becomes *virtual pages* of one head: a page of a head, or one block of it if a
+block is smaller. Virtual page `page * steps[0] + part * steps[1] + head * steps[2]` begins that many units of memory
 after the first, in K, in V and in their scales, each in units of its own.
 """
 
@@ -15,14 +15,14 @@ from typing import Final, NamedTuple
 from cute_kernels.gqa.layouts import ALIGNMENT, LAYOUTS, CacheLayout, CacheSizes, token_major
 
 INDEX_BLOCKS: Final = (64, 128)
-"""Tokens of a block. Smaller ones would be smaller boxes of TMA."""
+"""Tokens of a block. Smaller blocks would need smaller boxes of TMA."""
 HEADS_SHARE: Final = ("per_head", "per_token")
 """Granularities of scales that a virtual page of one head cannot have."""
 INT32_MAX: Final = 2**31 - 1
 
 
 class DecodeShape(NamedTuple):
-    """What a block-sparse call decodes: layout and sizes of virtual pages; batch, query tokens and heads; most keys."""
+    """The decode of a block-sparse call: layout and sizes of virtual pages; batch, query tokens, heads; most keys."""
 
     layout: CacheLayout
     sizes: CacheSizes
@@ -33,9 +33,9 @@ class DecodeShape(NamedTuple):
 def decode_shape(
     layout: CacheLayout, sizes: CacheSizes, q_shape: tuple[int, int, int], index_block: int, lists: int, n: int
 ) -> DecodeShape:
-    """The shape of the decode for `lists` lists of n blocks of each query token, of the call's layout, sizes and q.
+    """Returns the shape of the decode for `lists` lists of n blocks a query token, with the call's layout, sizes and q.
 
-    There may be more virtual pages than these sizes say: no plan depends on their number.
+    There may be more virtual pages than `sizes` says: no plan depends on their number.
     """
     batch, s_q, h_q = q_shape
     rows, heads = min(sizes.rows, index_block), sizes.h_kv // lists
@@ -45,7 +45,7 @@ def decode_shape(
 
 
 class Strided(NamedTuple):
-    """A cache or its scales, by the words of its `CacheLayout`: sizes and strides in elements."""
+    """A cache or its scales, by the axes of its `CacheLayout`: sizes and strides in elements."""
 
     name: str
     axes: str
@@ -56,11 +56,11 @@ class Strided(NamedTuple):
 class VirtualPages(NamedTuple):
     """The virtual pages of a call.
 
-    rows    tokens of one
-    parts   of a page of a head
-    heads   that have pages of their own: 1 where all heads share lists, and virtual pages have them all
+    rows    tokens of a virtual page
+    parts   virtual pages of a page of a head
+    heads   heads that have pages of their own: 1 if all heads share lists, and virtual pages have all heads
     steps   from a page, a part and a head to the next
-    total   numbers, not all of which are pages if strides leave room
+    total   virtual page numbers, some of which are no page if strides leave gaps
     """
 
     rows: int
@@ -73,17 +73,17 @@ class VirtualPages(NamedTuple):
 def virtual_pages(
     layout: CacheLayout, sizes: CacheSizes, index_block: int, lists: int, tensors: Sequence[Strided]
 ) -> VirtualPages:
-    """The virtual pages of a call.
+    """Returns the virtual pages of a call.
 
     Args:
-        layout: of the caches.
-        sizes: of the caches.
+        layout: layout of the caches.
+        sizes: sizes of the caches.
         index_block: tokens of a block.
-        lists: of a query token: one for each KV head, or one.
-        tensors: k_cache, v_cache, and those of their scales that have pages.
+        lists: lists of a query token: one for each KV head, or one.
+        tensors: k_cache, v_cache, and their scales that have pages.
 
     Raises:
-        ValueError: a tensor's strides are in other proportions than k_cache's, or there are too many pages.
+        ValueError: a tensor's strides have other ratios than k_cache's, or there are too many pages.
     """
     rows = min(sizes.rows, index_block)
     parts, heads = sizes.rows // rows, lists
@@ -105,7 +105,7 @@ def virtual_pages(
 def _steps(
     layout: CacheLayout, sizes: CacheSizes, rows: int, parts: int, heads: int, t: Strided
 ) -> tuple[tuple[int, int, int], int]:
-    """From a page, a part and a head to the next: in units, the largest that divide all three; and elements of one."""
+    """Returns the steps of page, part and head, in the largest unit that divides all three, and the unit's elements."""
     stride = dict(zip(t.axes, t.strides, strict=True))
     outer = stride[layout.outer] if sizes.outer > 1 else 0
     part = stride.get(layout.rows, 0) * rows if parts > 1 else 0
@@ -115,7 +115,7 @@ def _steps(
 
 
 def virtual_view(layout: CacheLayout, sizes: CacheSizes, pages: VirtualPages, t: Strided) -> Strided:
-    """A cache or its scales as virtual pages, in the order of the decode's layout."""
+    """Views a cache or its scales as virtual pages, in the order of the decode's layout."""
     _, unit = _steps(layout, sizes, pages.rows, pages.parts, pages.heads, t)
     size, stride = dict(zip(t.axes, t.shape, strict=True)), dict(zip(t.axes, t.strides, strict=True))
     size |= {layout.outer: pages.total, layout.rows: pages.rows}

@@ -1,4 +1,4 @@
-"""What a call of `gqa_decode` has, and what can be wrong with it."""
+"""Checks the arguments of `gqa_decode`, and finds the sizes and scale kinds that they imply."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*CACHE_DTYPES, *
 
 
 def sizes_of(request: Request, layout: CacheLayout) -> CacheSizes:
-    """The sizes that both caches of a call agree on."""
+    """Returns the sizes that both caches of a call agree on."""
     k_cache, v_cache = request["k_cache"], request["v_cache"]
     shapes = tuple(k_cache.shape), tuple(v_cache.shape)
     values = (codes.values_of(NAMES[cache.dtype]) for cache in (k_cache, v_cache))
@@ -31,7 +31,7 @@ def sizes_of(request: Request, layout: CacheLayout) -> CacheSizes:
 
 
 def capacity_of(request: Request, layout: CacheLayout, sizes: CacheSizes) -> int:
-    """Tokens that a sequence can have."""
+    """Returns how many tokens a sequence can have."""
     if not layout.paged:
         return sizes.rows
     assert request["block_table"] is not None  # `check` has seen it
@@ -39,14 +39,14 @@ def capacity_of(request: Request, layout: CacheLayout, sizes: CacheSizes) -> int
 
 
 def kinds_of(request: Request, layout: CacheLayout, sizes: CacheSizes) -> tuple[ScaleKind | None, ScaleKind | None]:
-    """What the scales of K and of V mean; None without one."""
+    """Returns the kinds of the scales of K and of V; None without scales."""
     scales = (("k_scale", request["k_scale"]), ("v_scale", request["v_scale"]))
     k, v = (None if t is None else scale_kind(name, tuple(t.shape), layout, sizes) for name, t in scales)
     return k, v
 
 
 def check(request: Request) -> None:
-    """Raises what is wrong with the arguments of a call, by name."""
+    """Checks the arguments of a call; an error names the wrong one."""
     q, k_cache, v_cache = request["q"], request["k_cache"], request["v_cache"]
     check_tensor("q", q, dtype=Q_DTYPES, ndim=4, align=8, unit_last_stride=True)
     device = q.device
@@ -106,7 +106,7 @@ def check(request: Request) -> None:
 
 
 def strided_of(request: Request, layout: CacheLayout, sizes: CacheSizes) -> list[Strided]:
-    """The caches, and those of their scales that have pages, for `virtual_pages`."""
+    """Returns the caches, and those of their scales that have pages, for `virtual_pages`."""
     axes = {"k_cache": layout.key, "v_cache": layout.value}
     for name, known in zip(("k_scale", "v_scale"), kinds_of(request, layout, sizes), strict=True):
         if known is not None and layout.outer in layout.scale_axes(known.granularity):
@@ -116,7 +116,7 @@ def strided_of(request: Request, layout: CacheLayout, sizes: CacheSizes) -> list
 
 
 def pages_of(request: Request, layout: CacheLayout, sizes: CacheSizes) -> VirtualPages:
-    """What a block-sparse call reads the caches as."""
+    """Returns the virtual pages that a block-sparse call reads."""
     indices = request["indices"]
     assert indices is not None
     tensors = strided_of(request, layout, sizes)
@@ -124,7 +124,7 @@ def pages_of(request: Request, layout: CacheLayout, sizes: CacheSizes) -> Virtua
 
 
 def _check_indices(request: Request, layout: CacheLayout, sizes: CacheSizes) -> None:
-    """Raises what is wrong with lists of blocks, and what cannot be right beside them."""
+    """Checks lists of blocks, and refuses arguments that lists exclude."""
     indices, block = request["indices"], request["index_block"]
     batch, s_q = request["q"].shape[:2]
     shape = (batch, s_q, None, None)
@@ -151,7 +151,7 @@ def _check_indices(request: Request, layout: CacheLayout, sizes: CacheSizes) -> 
 
 
 def check_kind(kind: str | None, k_cache: torch.Tensor) -> None:
-    """Raises where a kind's keys have another type, or keys that only a kind has come without it."""
+    """Raises if a kind's keys have another dtype, or if keys of a dtype that needs a kind come without it."""
     if kind is not None:
         dtype = getattr(torch, codes.KINDS[kind][0])
         require(k_cache.dtype is dtype, "k_cache", k_cache.dtype, f"{dtype}, that of kind {kind!r}", TypeError)
@@ -161,7 +161,7 @@ def check_kind(kind: str | None, k_cache: torch.Tensor) -> None:
 
 
 def _check_rows(name: str, cache: torch.Tensor, layout: CacheLayout) -> None:
-    """What TMA asks for, on a CPU too: what runs there must run on a GPU."""
+    """Checks what TMA requires, on a CPU too, because a call that runs there must run on a GPU."""
     if not layout.x_packed:
         check_tensor(name, cache, align=ALIGNMENT, unit_last_stride=True)
         return
@@ -182,7 +182,7 @@ def _check_scales(request: Request, layout: CacheLayout, sizes: CacheSizes) -> N
             continue
         require(dtype.itemsize == 1, name, "a tensor", f"None: a cache of {dtype} has no scale")
         check_tensor(name, scale, dtype=SCALE_DTYPES, device=request["q"].device)
-        found = scale_kind(name, tuple(scale.shape), layout, sizes)  # raises where no granularity fits, or several
+        found = scale_kind(name, tuple(scale.shape), layout, sizes)  # raises if no granularity fits, or several do
         if request["kind"] in codes.ROTATED_KINDS:
             check_tensor(name, scale, dtype=torch.float32)
             got = f"shape {tuple(scale.shape)}"

@@ -1,7 +1,7 @@
-"""Types of cache elements: one class a type says all that kernels, checks and plans know of it.
+"""Types of cache elements: one class a type has everything that kernels, checks and plans know about it.
 
-Pure Python; what becomes instructions imports the DSL when a kernel is traced. To add a type, add a class here and its
-instance to `CODES`. A type that is not there is refused by name.
+The module is pure Python; methods that emit instructions import the DSL when a kernel is traced. To add a type, add a
+class here and its instance to `CODES`. Other types are refused by name.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 class Codes:
     """A type of cache elements.
 
-    name             as torch calls it
-    dsl              as the DSL calls it
+    name             name in torch
+    dsl              name in the DSL
     itemsize         bytes of an element
     values           numbers that an element holds
     rotated          whether vectors are rotated before they become codes (`gqa.rotation_reference`); then a scale is a
                      float32 with a zero point in its four lowest bits
-    widened          whether elements become 16-bit operands in registers; others are operands as they are
+    widened          whether elements become 16-bit operands in registers; other types already are operands
     needs_scales     whether a cache must have scales; a widened type may have them
-    not_finite       of a register of elements: the bits that are all ones where one is not finite, the last of them,
-                     and the signs. None: there is no such element
-    conversion       the instruction that makes elements of float32 numbers
-    clocks           of an SM to make one element an operand
+    not_finite       for a register of elements: the bits that are all ones in a number that is not finite, their last
+                     bit, and the signs. None: every number is finite
+    conversion       the instruction that converts float32 numbers to elements
+    clocks           clocks of an SM to convert one element to an operand
     """
 
     name: ClassVar[str]
@@ -42,7 +42,7 @@ class Codes:
     clocks: ClassVar[float] = 0.0
 
     def element(self) -> Any:
-        """The DSL's type of an element."""
+        """Returns the DSL's type of an element."""
         import cutlass
 
         return getattr(cutlass, self.dsl)
@@ -66,13 +66,13 @@ class Int8(Codes):
     clocks = 1 / 128 + 1 / 256
 
     def widen_rows(self, a: cute.Tensor, x0: Int32, x1: Int32) -> None:
-        """Bytes of rows."""
+        """Widens bytes of rows."""
         from cute_kernels.device import operands
 
         operands.widen_int8(a, x0, x1, x0 >> 8, x1 >> 8)
 
     def widen_columns(self, a: cute.Tensor, x0: Int32, x1: Int32) -> None:
-        """Bytes of columns."""
+        """Widens bytes of columns."""
         from cute_kernels.device import operands
 
         operands.widen_int8(a, x0, x0 >> 8, x1, x1 >> 8)
@@ -88,14 +88,14 @@ class E4m3(Codes):
     clocks = 1 / 64
 
     def widen_rows(self, a: cute.Tensor, x0: Int32, x1: Int32) -> None:
-        """Bytes of rows."""
+        """Widens bytes of rows."""
         from cute_kernels.device import operands
 
         operands.widen_e4m3(a, 0, 2, x0)
         operands.widen_e4m3(a, 1, 3, x1)
 
     def widen_columns(self, a: cute.Tensor, x0: Int32, x1: Int32) -> None:
-        """Bytes of columns."""
+        """Widens bytes of columns."""
         from cute_kernels.device import operands
 
         operands.widen_e4m3(a, 0, 1, x0)
@@ -105,10 +105,10 @@ class E4m3(Codes):
 class Uint4(Codes):
     """Pairs of 4-bit codes, the even element low: (code - zero point) x scale is an element of a rotated vector.
 
-    A unit of 16 bits has four elements of a token, 4 g to 4 g + 3 of 32. Where rows are columns of A, row g of a
-    fragment is one of them and row g + 8 the next, two fragments for each 32 (`Fragments.row_of_o`). Where rows are
-    rows, a register has elements 8 t to 8 t + 7; columns 2 t and 2 t + 1 are 8 t and 8 t + 4, and 2 t + 8 and 2 t + 9
-    the next two, two fragments for each 32 (`LoadQ`).
+    A unit of 16 bits has four elements of a token, 4 g to 4 g + 3 of 32. If rows are columns of A, row g of a fragment
+    is one of them and row g + 8 the next, two fragments for each 32 (`Fragments.row_of_o`). If rows are rows of A, a
+    register has elements 8 t to 8 t + 7; columns 2 t and 2 t + 1 are 8 t and 8 t + 4, and 2 t + 8 and 2 t + 9 the next
+    two, two fragments for each 32 (`LoadQ`).
     """
 
     name = "uint8"
@@ -119,20 +119,20 @@ class Uint4(Codes):
     clocks = 1 / 128 + 1 / 256
 
     def widen_rows(self, a: cute.Tensor, x0: Int32, x1: Int32) -> None:
-        """Codes less `UINT4_CENTER`, of the two lowest of four elements."""
+        """Widens codes less `UINT4_CENTER`, the two lowest of each four elements."""
         from cute_kernels.device import operands
 
         operands.widen_uint4_rows(a, x0, x1)
 
     def widen_columns(self, a: cute.Tensor, x0: Int32, x1: Int32) -> None:
-        """Codes less `UINT4_CENTER`, of the two lowest of four elements."""
+        """Widens codes less `UINT4_CENTER`, the two lowest of each four elements."""
         from cute_kernels.device import operands
 
         operands.widen_uint4(a, x0, x0 >> 4, x1, x1 >> 4)
 
 
 class Bfloat16(Codes):
-    """16-bit numbers, which are operands as they are."""
+    """16-bit numbers, which are operands without a conversion."""
 
     name = "bfloat16"
     dsl = "BFloat16"
@@ -141,7 +141,7 @@ class Bfloat16(Codes):
 
 
 class Float16(Codes):
-    """16-bit numbers, which are operands as they are."""
+    """16-bit numbers, which are operands without a conversion."""
 
     name = "float16"
     dsl = "Float16"
@@ -152,9 +152,9 @@ class Float16(Codes):
 CODES: Final[dict[str, Codes]] = {codes.name: codes for codes in (Int8(), E4m3(), Bfloat16(), Float16())}
 """Known types by name."""
 ROTATED: Final[dict[str, Codes]] = {codes.name: codes for codes in (Uint4(),)}
-"""Types that a cache has only by its kind: of values, or of both."""
+"""Types that a cache has only by its kind, for values or for keys and values."""
 TYPES: Final = {**CODES, **ROTATED}
-"""All of them."""
+"""All known types by name."""
 WIDENED: Final = tuple(codes.name for codes in CODES.values() if codes.widened)
 INT8: Final = Int8.name
 KINDS: Final = {
@@ -163,29 +163,29 @@ KINDS: Final = {
     "int8_k_int4_v": (INT8, Uint4.name),
     "int4": (Uint4.name, Uint4.name),
 }
-"""What `kv_append` stores: the types of K and V."""
+"""The types of K and V by the kind of `kv_append`."""
 ROTATED_KINDS: Final = {kind: v for kind, (_, v) in KINDS.items() if v in ROTATED}
-"""The type of V of kinds that `gqa_decode` is told; the dtypes of a cache say the others."""
+"""The type of V by the kinds that `gqa_decode` must be told; the dtypes of a cache imply the other kinds."""
 E4M3_MAX: Final = 448.0
 E4M3_MIN_SCALE: Final = 1e-6
 INT4_MAX: Final = 15
 INT4_MIN_SCALE: Final = 1e-6
 ROTATED_MAX: Final = 2.0**118
-"""Sizes beyond it count as it before a rotation, so that neither sums of 256 nor their differences overflow."""
+"""Larger sizes are clamped to it before a rotation, so that neither sums of 256 nor their differences overflow."""
 FLIPPED: Final = 0x5DFBC5FCDF467B754503BBEB55B747E9480ABC759BBC2937F7FCA4E9A8CA6F2
 """Bit i: a rotation changes the sign of element i. torch's generator on a CPU draws them from the seed 0x9E3779B9."""
 DTYPES: Final = tuple(codes.name for codes in CODES.values() if not codes.widened)
-"""Of queries and outputs."""
+"""Dtypes of queries and outputs."""
 SCALE_DTYPES: Final = ("float16", "float32")
 
 
 def values_of(name: str) -> int:
-    """Numbers that an element of a cache holds."""
+    """Returns how many numbers an element of a cache holds."""
     return TYPES[name].values if name in TYPES else 1
 
 
 def element(name: str) -> Any:
-    """The DSL's type of a number: of a cache, a query or a scale."""
+    """Returns the DSL's type of a number in a cache, a query or a scale."""
     if name in TYPES:
         return TYPES[name].element()
     from cutlass import Float32

@@ -1,4 +1,4 @@
-"""Pages of a quantized cache as 16-bit numbers: what attention that reads no codes is given."""
+"""Copies pages of a quantized cache as 16-bit numbers, for attention kernels that read no codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cute_kernels.runtime.compile import get_kernel
 def gather_spec(
     kv_dtype: torch.dtype, dtype: torch.dtype, d: int, one_scale: bool = False, v_dtype: torch.dtype | None = None
 ) -> KvGatherSpec:
-    """The kernel for a cache and copies of these dtypes; `one_scale` for all values, or one for each token and head."""
+    """Makes the spec for a cache and copies of these dtypes; `one_scale` for all values, or one per token and head."""
     kv_name, name, v_name = (str(known).removeprefix("torch.") for known in (kv_dtype, dtype, v_dtype))
     return KvGatherSpec(kv_name, name, d, one_scale, v_name if v_name in ROTATED else None)
 
@@ -27,17 +27,17 @@ def gather_pages(
     pages: torch.Tensor,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies of some pages, (n, page_size, h_kv, d) of `dtype` each: codes times scales in float32, rounded once.
+    """Copies some pages, (n, page_size, h_kv, d) of `dtype` each: codes times scales in float32, rounded once.
 
     It checks no argument; the kernel checks dtypes, sizes that are fixed, strides and devices.
 
     Args:
-        k_cache: (num_pages, page_size, h_kv, d) int8 or float8_e4m3fn; rows contiguous, at multiples of 16 bytes. Of
-            4-bit codes (num_pages, page_size, h_kv, d / 2) uint8, which are rotated back.
-        v_cache: likewise; uint8 where k_cache is, and perhaps where that is int8.
-        k_scale: (num_pages, page_size, h_kv) float32, or one float32 of an FP8 cache.
+        k_cache: (num_pages, page_size, h_kv, d) int8 or float8_e4m3fn; rows contiguous, at multiples of 16 bytes. 4-bit
+            codes are (num_pages, page_size, h_kv, d / 2) uint8, and are rotated back.
+        v_cache: likewise; uint8 if k_cache is, and optionally if k_cache is int8.
+        k_scale: (num_pages, page_size, h_kv) float32, or one float32 for an FP8 cache.
         v_scale: likewise.
-        pages: (n,) int32. A number that is no page's becomes the nearest that is.
+        pages: (n,) int32. A number that is not a page's becomes the nearest page.
         dtype: bfloat16 or float16.
     """
     size = (pages.shape[0], *k_cache.shape[1:3], k_cache.shape[3] * codes_per_element(k_cache))
@@ -55,18 +55,18 @@ def gather_pages(
 
 
 def dense(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Codes with a scale for each token and head as numbers (..., d) of `dtype`, in plain torch.
+    """Converts codes with a scale for each token and head to numbers (..., d) of `dtype`, in plain torch.
 
     Args:
         codes: (..., d) int8 or float8_e4m3fn; (..., d / 2) uint8, rotated 4-bit codes.
         scale: (...) float16 or float32.
-        dtype: of the result. Products are float32, rounded once.
+        dtype: dtype of the result. Products are float32, rounded once.
     """
     return dequantize_tokens(codes, scale, ScaleKind("per_token_head"), dtype)
 
 
 def _copied(codes: torch.Tensor, scale: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """In float32. Not every device gathers FP8."""
+    """Copies pages in float32, because not every device gathers FP8."""
     if codes.dtype is torch.uint8:
         return dense(codes[pages.long()], scale[pages.long()], torch.float32)
     rows = codes.view(torch.int8)[pages.long()].view(codes.dtype).float()

@@ -1,4 +1,4 @@
-"""What is fixed at compile time in the kernel that copies pages of a quantized cache."""
+"""Compile-time facts of the kernel that copies pages of a quantized cache."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,12 +11,12 @@ from cute_kernels.gqa.layouts import HEAD_DIMS, ROTATED_DIMS
 class KvGatherSpec:
     """Compile-time facts of :class:`cute_kernels.gqa.kernels.gather.KvGatherKernel`: constructor argument, cache key.
 
-    kv_dtype  of the cache, a widened type of `gqa.codes`; of keys where values have another one
-    dtype     of the copies: "bfloat16" or "float16"
+    kv_dtype  type of the cache, a widened type of `gqa.codes`; only of keys if values have another type
+    dtype     dtype of the copies: "bfloat16" or "float16"
     d         head dimension
-    v_dtype   of values that are rotated 4-bit codes; else None
+    v_dtype   type of values that are rotated 4-bit codes; else None
     one_scale whether all values share a scale, or each token and head has its own
-    warps     of a CTA
+    warps     warps of a CTA
     """
 
     kv_dtype: str
@@ -30,7 +30,7 @@ class KvGatherSpec:
 
     @property
     def codes(self) -> tuple[Codes, Codes]:
-        """What is known of the types of K and of V."""
+        """The types of K and of V."""
         return TYPES[self.kv_dtype], TYPES[self.v_dtype or self.kv_dtype]
 
     def can_implement(self) -> list[str]:
@@ -59,7 +59,7 @@ class KvGatherSpec:
 
 
 def shipped_specs() -> list[KvGatherSpec]:
-    """Every specification that a call can ask for."""
+    """Returns every spec that a call can ask for."""
     kinds = [(kv_dtype, False) for kv_dtype in WIDENED]
     kinds += [(kv_dtype, True) for kv_dtype in WIDENED if not CODES[kv_dtype].needs_scales]
     specs = [KvGatherSpec(kv_dtype, dtype, d, one) for kv_dtype, one in kinds for dtype in DTYPES for d in HEAD_DIMS]

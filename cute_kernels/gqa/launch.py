@@ -1,4 +1,4 @@
-"""Launches of `gqa_decode`: look up what is prepared, prepare what is new."""
+"""Launches of `gqa_decode`: looks up the prepared launch, or prepares it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from cute_kernels.runtime.launch import PreparedLaunches, by_name
 
 
 class PreparedLaunch(NamedTuple):
-    """All that stays the same while the shapes of a call do.
+    """Facts that stay the same while the shapes of a call do.
 
-    launch      the kernel, by name; None if there is no key
+    launch      the kernel, called by name; None if there is no key
     need        scratch memory
-    no_sink, no_length   stand for arguments that are left out
-    unread_lse  for callers that want no lse
+    no_sink, no_length   replace arguments that are left out
+    unread_lse  receives the lse of callers that want none
     apart       see `Operator.check_addresses`
     """
 
@@ -44,7 +44,7 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     """Launches a call, or raises before any launch.
 
     Args:
-        request: unchecked. Errors for wrong arguments may be of any kind: `launch_or_explain` replaces them.
+        request: unchecked. Wrong arguments may raise any error: `launch_or_explain` replaces it.
 
     Returns:
         out and lse.
@@ -141,7 +141,7 @@ def _prepare(key: tuple[Any, ...], request: Request) -> PreparedLaunch:
 
 
 def decode_spec(request: Request, num_sms: int = 132) -> GqaDecodeSpec:
-    """The kernel for checked arguments; with lists of blocks, the one that decodes what they name."""
+    """Chooses the kernel for checked arguments; with lists of blocks, the kernel that decodes their virtual pages."""
     layout = LAYOUTS[request["layout"]]
     sizes = sizes_of(request, layout)
     batch, s_q, h_q, _ = request["q"].shape
@@ -167,7 +167,7 @@ def decode_spec(request: Request, num_sms: int = 132) -> GqaDecodeSpec:
 def _scale_strides(
     name: str, scale: torch.Tensor | None, kind: ScaleKind | None, layout: CacheLayout
 ) -> dict[str, int]:
-    """Strides of sequences or pages, heads, rows and groups, in elements; 0 along axes that share a scale."""
+    """Returns strides of sequences or pages, heads, rows and groups, in elements; 0 along axes that share a scale."""
     axes = {"outer": layout.outer, "head": "h", "row": layout.rows, "group": "g"}
     stride = {}
     if scale is not None and kind is not None and kind.granularity != "per_tensor":

@@ -1,4 +1,4 @@
-"""KV cache layouts: one frozen `CacheLayout` says all that kernels, append, reference and ops know of each.
+"""KV cache layouts: one frozen `CacheLayout` has everything that kernels, append, reference and ops know of each.
 
 Pure Python over sizes and names of axes. To add a layout whose tokens are rows of d numbers, add it to `LAYOUTS`; see
 docs/maintainers/extend.md.
@@ -15,19 +15,19 @@ from typing import Any, Final, Literal, NamedTuple
 
 HEAD_DIMS: Final = (64, 128, 256, 512)
 ROTATED_DIMS: Final = (64, 128, 256)
-"""Of rotated vectors: `codes.FLIPPED` has a sign for each of 256 elements."""
+"""Head dimensions of rotated vectors: `codes.FLIPPED` has a sign for each of 256 elements."""
 GROUP_SIZES: Final = (32, 64)
 CHUNK_BYTES: Final = 16
-"""A packed cache splits the head dimension of keys into chunks of so many bytes."""
+"""Bytes of the chunks into which a packed cache splits the head dimension of keys."""
 ALIGNMENT: Final = 16
-"""TMA, and the 16-byte accesses of the append kernel, need base addresses and strides in multiples of so many bytes."""
+"""Base addresses and strides are multiples of it, in bytes, for TMA and the append kernel's 16-byte accesses."""
 
 Which = Literal["k", "v"]
 
 _KERNEL_NAMES: Final = {"ohrd": "heads_first", "orhd": "tokens_first"}
 _X_PACKED_NAME: Final = "x_packed"
 _TOKEN_MAJOR: Final = "bpsthcxdg"
-"""Token-major: sequences or pages, tokens, heads, what is left of d."""
+"""The token-major order: sequences or pages, tokens, heads, the rest of d."""
 
 
 class CacheSizes(NamedTuple):
@@ -40,11 +40,11 @@ class CacheSizes(NamedTuple):
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the cache has room for."""
+        """Number of tokens that the cache has room for."""
         return self.outer * self.rows
 
     def place(self, slot: Any) -> tuple[Any, Any]:
-        """(outer, row) of a valid slot: ``page * page_size + offset``, or ``sequence * capacity + position``.
+        """Returns (outer, row) of a valid slot: ``page * page_size + offset``, or ``sequence * capacity + position``.
 
         `slot` is an int or a tensor of integers.
         """
@@ -52,29 +52,29 @@ class CacheSizes(NamedTuple):
 
 
 class ScaleKind(NamedTuple):
-    """What a scale tensor means. `group_size` is 0 unless the granularity is per_group."""
+    """The granularity of a scale tensor. `group_size` is 0 unless the granularity is per_group."""
 
     granularity: str
     group_size: int = 0
 
     @property
     def name(self) -> str:
-        """As callers, specs and tables spell it: the granularity, "per_group_32" or "per_group_64"."""
+        """Name in calls, specs and tables: the granularity, "per_group_32" or "per_group_64"."""
         return f"{self.granularity}_{self.group_size}" if self.group_size else self.granularity
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """One way to store a cache.
+    """A way to store a cache.
 
-    name        as callers spell it
+    name        name in calls
     key         axes of k_cache, outermost first
     value       axes of v_cache
-    page_sizes  tokens of a page that the kernels accept; empty: every power of two. Not used without pages
+    page_sizes  tokens of a page that the kernels accept; empty: every power of two. Unused without pages
 
-    A *plain* layout stores d innermost in both caches; its other axes may stand in any order and have any strides in
-    multiples of 16 bytes. An *x-packed* layout splits the d of keys into chunks of x values, tokens between the chunks,
-    and stores values transposed, d before the tokens.
+    A *plain* layout stores d innermost in both caches; its other axes may have any order and any strides in multiples
+    of 16 bytes. An *x-packed* layout splits the d of keys into chunks of x values, with tokens between the chunks, and
+    stores values transposed, d before the tokens.
     """
 
     name: str
@@ -116,18 +116,18 @@ class CacheLayout:
 
     @property
     def kernel_layout(self) -> str:
-        """What `GqaDecodeSpec.layout` calls it: a layout with pages and one without share the kernel's name."""
+        """Name in `GqaDecodeSpec.layout`: a layout with pages and one without share it."""
         axes = self.kernel_words(self.key)
         return _X_PACKED_NAME if self.x_packed else _KERNEL_NAMES.get(axes, axes)
 
     # ---- axes and shapes
 
     def axes(self, which: Which) -> str:
-        """Axes of k_cache or v_cache."""
+        """Returns the axes of k_cache or v_cache."""
         return self.key if which == "k" else self.value
 
     def shape(self, which: Which, sizes: CacheSizes, itemsize: int) -> tuple[int, ...]:
-        """The shape of k_cache or v_cache."""
+        """Returns the shape of k_cache or v_cache."""
         x = CHUNK_BYTES // itemsize
         size = {
             self.outer: sizes.outer,
@@ -140,23 +140,23 @@ class CacheLayout:
         return tuple(size[axis] for axis in self.axes(which))
 
     def scale_axes(self, granularity: str) -> str:
-        """Axes of a scale: those of v_cache less what shares the scale; g stands where d does."""
+        """Returns the axes of a scale: those of v_cache less the ones that share the scale; g replaces d."""
         if granularity == "per_tensor":
             return ""
         shared = {"per_head": self.outer + self.rows + "d", "per_token": "hd", "per_token_head": "d", "per_group": ""}
         return "".join(axis for axis in self.value if axis not in shared[granularity]).replace("d", "g")
 
     def kernel_words(self, axes: str) -> str:
-        """`axes` as kernels call them: o for sequences or pages, r for tokens."""
+        """Translates `axes` to kernels' letters: o for sequences or pages, r for tokens."""
         return axes.replace(self.outer, "o").replace(self.rows, "r")
 
     @property
     def accepted_page_sizes(self) -> str:
-        """In words."""
+        """The accepted page sizes in words."""
         return f"one of {self.page_sizes}" if self.page_sizes else "a power of two"
 
     def accepts_page_size(self, rows: int) -> bool:
-        """Whether the kernels take pages of so many tokens."""
+        """Returns whether the kernels take pages of `rows` tokens."""
         power_of_two = rows >= 1 and rows & (rows - 1) == 0
         return power_of_two and (not self.page_sizes or rows in self.page_sizes)
 
@@ -172,29 +172,29 @@ LAYOUTS: Final = {
     )
 }
 X_PACKED: Final = LAYOUTS["paged_vllm"]
-"""The only packed layout: kernels that are built for it take their axes from here."""
+"""The only packed layout: kernels for it take their axes from here."""
 
 
 KERNEL_LAYOUTS: Final = ", ".join((*_KERNEL_NAMES.values(), _X_PACKED_NAME, "orders of o, r, h that end in d"))
-"""What `GqaDecodeSpec.layout` may be, in words."""
+"""Values of `GqaDecodeSpec.layout`, in words."""
 
 
 def kernel_axes(kernel_layout: str) -> str:
-    """Axes of k_cache for a `GqaDecodeSpec.layout`, in the words of kernels: o, r, h, d (c, x where x-packed)."""
+    """Returns the axes of k_cache for a `GqaDecodeSpec.layout`, in kernels' letters: o, r, h, d (c, x if x-packed)."""
     if kernel_layout == _X_PACKED_NAME:
         return X_PACKED.kernel_words(X_PACKED.key)
     return {name: axes for axes, name in _KERNEL_NAMES.items()}.get(kernel_layout, kernel_layout)
 
 
 def is_kernel_layout(kernel_layout: str) -> bool:
-    """Whether some `CacheLayout` has this kernel_layout. An order that has a name goes by the name alone."""
+    """Returns whether a `CacheLayout` has this kernel_layout. An order that has a name goes only by the name."""
     axes = kernel_axes(kernel_layout)
     plain = sorted(axes) == sorted("ohrd") and axes[-1] == "d"
     return kernel_layout == _X_PACKED_NAME or (plain and _KERNEL_NAMES.get(axes, axes) == kernel_layout)
 
 
 def token_major(axes: str) -> tuple[int, ...]:
-    """The permutation that orders axes as sequences or pages, tokens, heads, what is left of d."""
+    """Returns the permutation that orders axes as sequences or pages, tokens, heads, the rest of d."""
     return tuple(axes.index(axis) for axis in sorted(axes, key=_TOKEN_MAJOR.index))
 
 
@@ -206,10 +206,10 @@ def cache_sizes(
     k_values: int = 1,
     v_values: int = 1,
 ) -> CacheSizes:
-    """The sizes that both caches agree on; an element of k_cache holds `k_values` numbers, one of v_cache `v_values`.
+    """Returns the sizes that both caches agree on; their elements hold `k_values` and `v_values` numbers.
 
     Raises:
-        ValueError: a shape that the layout does not have; the message names the argument.
+        ValueError: a shape does not fit the layout; the message names the argument.
     """
     if v_values > 1 and layout.x_packed:
         raise ValueError(f"layout: got {layout.name!r}; needs one whose tokens are rows, with 4-bit codes")
@@ -239,7 +239,7 @@ def cache_sizes(
 
 
 def scale_shapes(layout: CacheLayout, sizes: CacheSizes) -> dict[ScaleKind, tuple[int, ...]]:
-    """The shape of each kind of scale for a cache. per_tensor may also be ()."""
+    """Returns the shape of each kind of scale for a cache. per_tensor may also be ()."""
     size = {layout.outer: sizes.outer, layout.rows: sizes.rows, "h": sizes.h_kv}
     kinds = [ScaleKind(granularity) for granularity in ("per_head", "per_token", "per_token_head")]
     kinds += [ScaleKind("per_group", group_size) for group_size in GROUP_SIZES]
@@ -251,13 +251,13 @@ def scale_shapes(layout: CacheLayout, sizes: CacheSizes) -> dict[ScaleKind, tupl
 
 
 def scale_kind(name: str, shape: tuple[int, ...], layout: CacheLayout, sizes: CacheSizes) -> ScaleKind:
-    """What a scale of this shape means.
+    """Returns the kind of a scale of this shape.
 
     A scale of one element is per_tensor: a cache of one head does not distinguish it from per_head.
 
     Raises:
-        ValueError: no granularity has this shape, or several have it. Several cannot have it in today's layouts: ranks
-            tell granularities apart, and a shape of rank 4 fits one group size.
+        ValueError: no granularity has this shape, or several have it. In today's layouts only one can: ranks tell
+            granularities apart, and a shape of rank 4 fits one group size.
     """
     if tuple(shape) in ((), (1,)):
         return ScaleKind("per_tensor")

@@ -1,8 +1,8 @@
 """Grouped-query decoding, quantization and appending in plain torch: the definition of what the kernels compute.
 
-It is the oracle that they are compared with (float64 over the dequantized cache) and what the calls run on a CPU. Only
-the keys that a query may see are gathered, and each query multiplies its own keys and no others: nothing is ever masked
-by adding to or multiplying a score, so a NaN in any other slot has no way to the output.
+It is the oracle of the kernels (float64 over the dequantized cache), and calls on a CPU run it. Only the keys that a
+query may see are gathered, and each query multiplies only its own keys: nothing is ever masked by adding to or
+multiplying a score, so a NaN in any other slot cannot reach the output.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from cute_kernels.gqa.rotation_reference import rotate, unrotate
 
 INT8_MAX: Final = 127
 MIN_SCALE: Final = {torch.float32: 2.0**-126, torch.float16: 2.0**-14}
-"""The smallest scale that quantization stores: the smallest normal number."""
+"""The smallest scale that quantization stores: the dtype's smallest normal number."""
 ELEMENTS_PER_CHUNK: Final = 1 << 25
-"""Elements of a cache dequantized at a time: 268 MB as float64, 8 heads of 32,768 keys of 128."""
+"""Elements of a cache that are dequantized at a time: 268 MB as float64, 8 heads of 32,768 keys of 128."""
 
 
 def spread_scale(scale: torch.Tensor, kind: ScaleKind) -> torch.Tensor:
-    """A token-major scale with axes for what it does not tell apart, ready to multiply (..., h_kv, d).
+    """Gives a token-major scale the axes that it lacks, ready to multiply (..., h_kv, d).
 
     Args:
         scale: () or (1,), (h_kv,), (...), (..., h_kv) or (..., h_kv, d / group_size), by granularity.
-        kind: what it means.
+        kind: granularity of the scale.
     """
     if kind.granularity == "per_tensor":
         return scale.reshape(1, 1)
@@ -61,11 +61,11 @@ class ScaledCache:
     """k_cache or v_cache with its scale, whatever their layout and granularity.
 
     Args:
-        codes: the cache as the layout has it, of any dtype.
-        scale: of any granularity, or None for 1.
-        layout: of both.
-        which: "k" or "v": in paged_vllm they differ.
-        sizes: of the cache.
+        codes: the cache in its layout, of any dtype.
+        scale: scale of any granularity, or None for 1.
+        layout: layout of both.
+        which: "k" or "v", which differ in paged_vllm.
+        sizes: sizes of the cache.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class ScaledCache:
             self.scale = scale.permute(token_major(layout.scale_axes(self.kind.granularity)))
 
     def take(self, outer: torch.Tensor, rows: torch.Tensor, heads: slice, dtype: torch.dtype) -> torch.Tensor:
-        """Dequantized tokens (n, heads, d) from places (n,), all of them valid."""
+        """Returns dequantized tokens (n, heads, d) from places (n,), all of them valid."""
         return dequantize_tokens(*self.parts(outer, rows, heads), self.kind, dtype)
 
     def parts(self, outer: torch.Tensor, rows: torch.Tensor, heads: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Codes (n, heads, d) of tokens from places (n,), all of them valid, and their scales, token-major."""
+        """Returns codes (n, heads, d) of tokens from places (n,), all of them valid, and their scales, token-major."""
         codes, scale = self.codes[:, :, heads], self.scale
         if codes.dtype == torch.float8_e4m3fn:  # not every device gathers it
             tokens = codes.view(torch.uint8)[outer, rows].view(torch.float8_e4m3fn)
@@ -99,7 +99,7 @@ class ScaledCache:
         return tokens.flatten(2), scale
 
     def put(self, outer: torch.Tensor, rows: torch.Tensor, codes: torch.Tensor) -> None:
-        """Write codes (n, h_kv, d) to places (n,)."""
+        """Writes codes (n, h_kv, d) to places (n,)."""
         tokens = codes.view(len(codes), *self.codes.shape[2:])
         if codes.dtype == torch.float8_e4m3fn:
             self.codes.view(torch.uint8)[outer, rows] = tokens.view(torch.uint8)
@@ -107,7 +107,7 @@ class ScaledCache:
             self.codes[outer, rows] = tokens
 
     def put_scale(self, outer: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor) -> None:
-        """Write token-major scales, leading size n, to places (n,); not for granularities that tokens share."""
+        """Writes token-major scales, leading size n, to places (n,); not for granularities that tokens share."""
         assert self.scale is not None
         self.scale[outer, rows] = scale
 
@@ -115,7 +115,7 @@ class ScaledCache:
 def dequantize_tokens(
     codes: torch.Tensor, scale: torch.Tensor | None, kind: ScaleKind | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Numbers of token-major codes. Products are exact in float64; for another dtype float32, rounded once."""
+    """Converts token-major codes to numbers. Products are exact in float64; for another dtype float32, rounded once."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     if codes.dtype == torch.uint8:
         assert scale is not None
@@ -127,7 +127,7 @@ def dequantize_tokens(
 
 
 def dequantize_uint4(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rotated vectors (..., d) from bytes (..., d / 2) and scales (...) with a zero point in their lowest four bits."""
+    """Returns rotated vectors (..., d) from bytes (..., d / 2) and scales (...), whose low 4 bits are zero points."""
     numbers = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).to(dtype)
     words = scale.contiguous().view(torch.int32)
     zero_point = (words & 15).to(dtype)
@@ -137,14 +137,14 @@ def dequantize_uint4(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtyp
 def dequantize(
     codes: torch.Tensor, scale: torch.Tensor | None, layout: str, which: Which, dtype: torch.dtype = torch.float64
 ) -> torch.Tensor:
-    """A whole cache as numbers.
+    """Converts a whole cache to numbers.
 
     Args:
         codes: k_cache or v_cache.
         scale: its scale, of any granularity; None for 1.
         layout: name of the layout.
         which: "k" or "v".
-        dtype: of the result. The product is exact in float64, else taken in float32 and rounded.
+        dtype: dtype of the result. The product is exact in float64, else taken in float32 and rounded.
 
     Returns:
         (sequences or pages, tokens, h_kv, d).
@@ -158,12 +158,12 @@ def dequantize(
 
 
 def codes_per_element(cache: torch.Tensor) -> int:
-    """Numbers that an element of a cache holds."""
+    """Returns how many numbers an element of a cache holds."""
     return values_of(str(cache.dtype).removeprefix("torch."))
 
 
 def sizes_of(layout: CacheLayout, k_cache: torch.Tensor, v_cache: torch.Tensor) -> CacheSizes:
-    """The sizes that both caches agree on."""
+    """Returns the sizes that both caches agree on."""
     shapes = tuple(k_cache.shape), tuple(v_cache.shape)
     return cache_sizes(layout, *shapes, k_cache.element_size(), codes_per_element(k_cache), codes_per_element(v_cache))
 
@@ -171,11 +171,11 @@ def sizes_of(layout: CacheLayout, k_cache: torch.Tensor, v_cache: torch.Tensor) 
 class VisibleKeys(NamedTuple):
     """The keys that the queries of one sequence see.
 
-    row        of the batch
+    row        number of the sequence in the batch
     outer          (n,) int64, sequence or page of each key
-    rows           (n,) int64, its place there
-    positions      (n,) int64, its position in the sequence, ascending
-    seen           for each query, which of the n keys it sees; with lists, those of them that are in its list
+    rows           (n,) int64, place of each key in its sequence or page
+    positions      (n,) int64, position of each key in the sequence, ascending
+    seen           for each query, which of the n keys it sees; with lists, only keys of its list
     own_positions  for each query, its own position; negative if the sequence is shorter than the queries
     listed         (s_q, 1 or h_kv, n), whether a query's list for a head has the block of each key; None without lists
     """
@@ -189,9 +189,9 @@ class VisibleKeys(NamedTuple):
     listed: torch.Tensor | None
 
     def head_chunks(self, h_kv: int, d: int) -> Iterator[slice]:
-        """Heads of the cache to take at a time: one where they have lists of their own.
+        """Yields heads of the cache to take at a time: one if heads have lists of their own.
 
-        Else as many as let dequantized keys stay within `ELEMENTS_PER_CHUNK`.
+        Otherwise it yields as many as keep dequantized keys within `ELEMENTS_PER_CHUNK`.
         """
         step = max(1, ELEMENTS_PER_CHUNK // max(1, len(self.positions) * d))
         if self.listed is not None and self.listed.shape[1] > 1:
@@ -199,7 +199,7 @@ class VisibleKeys(NamedTuple):
         return (slice(start, min(start + step, h_kv)) for start in range(0, h_kv, step))
 
     def keys_seen(self, query: int, heads: slice) -> slice | torch.Tensor:
-        """Which of the n keys a query sees with some heads of one chunk."""
+        """Returns which of the n keys a query sees with some heads of one chunk."""
         seen = self.seen[query]
         if self.listed is None:
             return seen
@@ -223,7 +223,7 @@ def visible_keys(
     indices: torch.Tensor | None = None,
     index_block: int = 128,
 ) -> Iterator[VisibleKeys]:
-    """One item a sequence.
+    """Yields the visible keys of each sequence.
 
     Raises:
         ValueError: a block table or lengths are missing, or a block table is given to a layout without pages.
@@ -263,11 +263,11 @@ def visible_keys(
 def modify_scores(
     scores: torch.Tensor, distance: torch.Tensor, softcap: float | None, slopes: torch.Tensor | None
 ) -> torch.Tensor:
-    """Softcap, then ALiBi.
+    """Applies softcap, then ALiBi.
 
     Args:
         scores: (heads, ratio, n), the softmax scale applied.
-        distance: (n,), position of the key less that of the query.
+        distance: (n,), position of the key less the query's.
         softcap: limit of the scores' size, or None.
         slopes: (heads, ratio) or None.
     """
@@ -301,22 +301,22 @@ def reference_gqa_decode(
     index_block: int = 128,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a few queries over a quantized or 16-bit cache.
+    """Computes attention of a few queries over a quantized or 16-bit cache.
 
-    Query j stands at position ``cache_seqlens - s_q + j``. Keys that do not exist are left out, and what their slots
-    hold never matters. A NaN in a key that does exist makes NaN of the queries that see it.
+    Query j is at position ``cache_seqlens - s_q + j``. Keys that do not exist are left out, and the contents of their
+    slots never matter. A NaN in a key that does exist makes NaN of the queries that see it.
 
     Args:
-        q: as `cute_kernels.gqa_decode` takes it, of any floating-point dtype; `cute_kernels.gqa.request` has all others
-            too. Integers may be int64. Without scales codes are numbers.
-        dtype: torch.float64 or torch.float32, what is computed in and returned.
+        q: as `cute_kernels.gqa_decode` takes it, of any floating-point dtype; `cute_kernels.gqa.request` describes the
+            other arguments. Integers may be int64. Without scales codes are numbers.
+        dtype: torch.float64 or torch.float32, of the computation and the results.
 
     Returns:
         out (batch, s_q, h_q, d) and lse (batch, s_q, h_q), both in `dtype`. The lse is in natural log and without the
         sink. A query that sees no key has out 0 and lse -inf.
 
     Raises:
-        ValueError: a cache or scale has a shape that the layout does not have, or lengths or block table are missing.
+        ValueError: a cache or scale does not have the layout's shape, or lengths or block table are missing.
     """
     known = LAYOUTS[layout]
     if (v_cache.dtype == torch.uint8) != (kind in ROTATED_KINDS):
@@ -359,7 +359,7 @@ def reference_gqa_decode(
                 row_slopes = None if slopes is None else slopes[work.row, heads]
                 scores = modify_scores(scores, distance, softcap, row_slopes)
                 row_max = scores.amax(dim=-1, keepdim=True)
-                # A row whose scores are all -inf has no weight to share out: shift it by 0, and its sum is 0.
+                # A row whose scores are all -inf has no largest score: shift it by 0, and its sum is 0.
                 shift = torch.where(row_max == -torch.inf, 0.0, row_max)
                 weights = torch.exp(scores - shift)
                 row_sum = weights.sum(dim=-1, keepdim=True)
@@ -379,17 +379,17 @@ def reference_gqa_decode(
 def quantize(
     x: torch.Tensor, kind: ScaleKind, scale_dtype: torch.dtype = torch.float32, given_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric INT8 of tokens.
+    """Quantizes tokens to symmetric INT8.
 
     scale = absmax / 127 in float32, at least `MIN_SCALE` of its dtype and at most its largest number, rounded to its
-    dtype; 1 where all is 0. code = x / scale as stored, an IEEE division in float32, rounded half to even and clamped
-    to [-127, 127]. A NaN counts as 0, an infinity as the largest number of x's dtype.
+    dtype; 1 if all elements are 0. code = x / scale, with the stored scale, an IEEE division in float32, rounded half
+    to even and clamped to [-127, 127]. A NaN counts as 0, an infinity as the largest number of x's dtype.
 
     Args:
-        x: (..., h_kv, d) floating point; what leads are tokens.
-        kind: what shares a scale. per_tensor and per_head: over all tokens of x.
-        scale_dtype: float32 or float16. Not looked at with `given_scale`.
-        given_scale: positive scales to use as they are, shaped as this function would return them.
+        x: (..., h_kv, d) floating point; leading axes are tokens.
+        kind: granularity of the scale. per_tensor and per_head scales cover all tokens of x.
+        scale_dtype: float32 or float16. Ignored with `given_scale`.
+        given_scale: positive scales to use instead, in the shape that this function would return.
 
     Returns:
         codes (..., h_kv, d) int8, and the scale: (1,), (h_kv,), (...), (..., h_kv) or (..., h_kv, d / group_size).
@@ -418,13 +418,13 @@ def quantize(
 
 @torch.no_grad()
 def quantize_rotated(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """4-bit codes of rotated tokens; each step is rounded to float32.
+    """Quantizes rotated tokens to 4-bit codes; each step is rounded to float32.
 
-    A NaN counts as 0, and what is larger than 2^118 as that. y = H D x, sums of neighbours first
+    A NaN counts as 0, and larger sizes than 2^118 as 2^118. y = H D x, sums of neighbours first
     (`gqa.rotation_reference`).
     scale = (high - low) / 15, at least 1e-6, where low and high are the least and largest of y and 0; zero point =
     -low / scale and code = y (1 / scale) + zero point, both rounded half up and clamped to [0, 15]. An element of y
-    is (code - zero point) x scale. Where y has both signs these are the bits of vLLM's `int4_per_token_head`; with one
+    is (code - zero point) x scale. If y has both signs these are the bits of vLLM's `int4_per_token_head`; with one
     sign that clamps the zero point instead, which loses a vector whose first channel is much larger than all others.
 
     Args:
@@ -446,7 +446,7 @@ def quantize_rotated(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 of tokens, a scale each, by vLLM's arithmetic for `fp8_per_token_head`, each step rounded to float32.
+    """Quantizes tokens to e4m3, a scale each, by vLLM's arithmetic for `fp8_per_token_head`, each step in float32.
 
     scale = absmax / 448, at least 1e-6; code = x (1 / scale), clamped to [-448, 448] and rounded half to even. A NaN
     counts as 0, an infinity as the largest number of x's dtype.
@@ -464,7 +464,7 @@ def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantize_as(name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of a type and a float32 scale for each token and head, as kinds of `kv_append` other than "int8" have them.
+    """Quantizes to a type with a float32 scale for each token and head, like kinds of `kv_append` other than "int8".
 
     Args:
         name: "int8", "float8_e4m3fn" or "uint8".
@@ -488,10 +488,9 @@ def reference_append(
     layout: str,
     kind: str = "int8",
 ) -> None:
-    """Quantize tokens and write codes and scales to their slots, in place; arguments as of `cute_kernels.kv_append`.
+    """Quantizes tokens and writes codes and scales to their slots, in place; arguments of `cute_kernels.kv_append`.
 
-    Kind "int8" is quantized as by `quantize`, "fp8_per_token_head" as by `quantize_e4m3`, and rotated codes as by
-    `quantize_rotated`.
+    Kind "int8" uses `quantize`, "fp8_per_token_head" uses `quantize_e4m3`, and rotated codes use `quantize_rotated`.
     """
     known = LAYOUTS[layout]
     sizes = sizes_of(known, k_cache, v_cache)

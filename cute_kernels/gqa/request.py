@@ -16,7 +16,7 @@ from cute_kernels.runtime.checks import check_flag, check_int, check_number, fai
 from cute_kernels.runtime.ops import Address, Later, Operator, Option, Output, Written, is_given
 
 NO_WINDOW = 2**30
-"""Wider than any cache, and far enough from 2^31 for differences."""
+"""A window wider than any cache, and far enough from 2^31 for differences."""
 
 
 def _check_layout(name: str, value: object) -> None:
@@ -58,7 +58,7 @@ def _clip_window(window: int) -> int:
 
 
 class Inputs(TypedDict):
-    """What `gqa_decode` is called with by position.
+    """Positional arguments of `gqa_decode`.
 
     q: (batch, s_q, h_q, d) bfloat16 or float16, 1 <= s_q <= 8, d 64, 128, 256 or 512, h_q a multiple of h_kv.
         Rows contiguous and 8-byte aligned.
@@ -82,7 +82,7 @@ class Inputs(TypedDict):
 
 
 class Options(TypedDict, total=False):
-    """What `gqa_decode` is called with by name.
+    """Keyword arguments of `gqa_decode`.
 
     layout: "BNSH" (batch, h_kv, s, d) · "BSNH" (batch, s, h_kv, d) · "paged_NHD" (pages, page_size, h_kv, d) ·
         "paged_HND" (pages, h_kv, page_size, d), page sizes powers of two · "paged_vllm" K (pages, h_kv, d / x,
@@ -102,7 +102,7 @@ class Options(TypedDict, total=False):
         shares memory with no other argument.
     lse: (batch, s_q, h_q) float32 to write to. It shares memory with no other argument.
     return_lse: also return the log-sum-exp.
-    cache_starts: (batch,) int32, the first token of each sequence that queries may see. What is before it is padding;
+    cache_starts: (batch,) int32, the first token of each sequence that queries may see. Earlier tokens are padding;
         whole tiles of padding are not read. Negative counts as 0. Positions stay as they are.
     kind: "int8_k_int4_v" or "int4" if `kv_append` stored that, since the dtypes do not say it. Scales are float32, per
         token and head; see `cute_kernels.gqa.reference.quantize_rotated`.
@@ -137,9 +137,9 @@ class Options(TypedDict, total=False):
 
 
 class Request(Inputs, Options, total=False):
-    """All that a call of `gqa_decode` says.
+    """All arguments of a `gqa_decode` call.
 
-    return_lse  whether lse is wanted where it is not given
+    return_lse  whether the caller wants lse, if it is not given
     """
 
     return_lse: Annotated[bool, Option(True, schema="")]
@@ -149,7 +149,7 @@ DECODE = Operator("gqa_decode", Inputs, Options, Request)
 
 
 class AppendInputs(TypedDict):
-    """What `kv_append` and `kv_int8_append` are called with by position.
+    """Positional arguments of `kv_append` and `kv_int8_append`.
 
     k: (tokens, h_kv, d) bfloat16 or float16, d 64, 128, 256 or 512. Rows of d elements are contiguous and start at
         multiples of 16 bytes; any distance between tokens and between heads.
@@ -178,7 +178,7 @@ class AppendInputs(TypedDict):
 
 
 class AppendOptions(TypedDict):
-    """What `kv_int8_append` is called with by name.
+    """Keyword arguments of `kv_int8_append`.
 
     layout: "BNSH", "BSNH", "paged_NHD", "paged_HND" or "paged_vllm"; any name in `gqa.layouts.LAYOUTS`.
     """
@@ -187,7 +187,7 @@ class AppendOptions(TypedDict):
 
 
 class KindOptions(AppendOptions):
-    """What `kv_append` is called with by name.
+    """Keyword arguments of `kv_append`.
 
     layout: "BNSH", "BSNH", "paged_NHD", "paged_HND" or "paged_vllm"; any name in `gqa.layouts.LAYOUTS`.
     kind: "int8", "fp8_per_token_head", "int8_k_int4_v" or "int4"; the last two have no paged_vllm.
@@ -197,11 +197,11 @@ class KindOptions(AppendOptions):
 
 
 class Int8AppendRequest(AppendInputs, AppendOptions):
-    """All that a call of `kv_int8_append` says."""
+    """All arguments of a `kv_int8_append` call."""
 
 
 class AppendRequest(AppendInputs, KindOptions):
-    """All that a call of `kv_append` says."""
+    """All arguments of a `kv_append` call."""
 
 
 APPEND = Operator("kv_append", AppendInputs, KindOptions, AppendRequest)

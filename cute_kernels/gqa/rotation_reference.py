@@ -1,7 +1,7 @@
 """The rotation that spreads a vector over all its elements before it becomes 4-bit codes: y = H D x.
 
 H is the Hadamard matrix of Sylvester, not normalized, and D flips signs, so that x = D H y / d. Outliers of a channel
-become a little of everything, which leaves a code 15 steps for what all elements have. Both are vLLM's for
+are spread over all elements, so a code's 15 steps cover a smaller range. H and D are those of vLLM's
 `int4_per_token_head`.
 """
 
@@ -13,12 +13,12 @@ from cute_kernels.gqa.codes import FLIPPED
 
 
 def signs(d: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> torch.Tensor:
-    """(d,) of 1 and -1."""
+    """Returns (d,) of 1 and -1, the diagonal of D."""
     return torch.tensor([-1.0 if FLIPPED >> i & 1 else 1.0 for i in range(d)], dtype=dtype, device=device)
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
-    """H x over the last axis, whose size is a power of two, in x's dtype: sums of neighbours first."""
+    """Returns H x over the last axis, whose size is a power of two, in x's dtype: sums of neighbours first."""
     step = 1
     while step < x.shape[-1]:
         low, high = x.unflatten(-1, (-1, 2, step)).unbind(-2)
@@ -28,10 +28,10 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """Y = H D x over the last axis."""
+    """Returns y = H D x over the last axis."""
     return hadamard(x * signs(x.shape[-1], x.dtype, x.device))
 
 
 def unrotate(y: torch.Tensor) -> torch.Tensor:
-    """X = D H y / d over the last axis."""
+    """Returns x = D H y / d over the last axis."""
     return hadamard(y) * (signs(y.shape[-1], y.dtype, y.device) / y.shape[-1])

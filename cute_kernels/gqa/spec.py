@@ -1,4 +1,4 @@
-"""What is fixed at compile time in the GQA decode kernel."""
+"""Compile-time facts of the GQA decode kernel."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
@@ -15,28 +15,28 @@ from cute_kernels.gqa.layouts import (
     kernel_axes,
 )
 
-KEYS_PER_TEAM = 16  # rows of a matrix product
+KEYS_PER_TEAM = 16  # keys of a team in a tile: rows of a matrix product
 SCALES = {"none": 0, "per_head": 0, "per_token": 1, **{f"per_group_{size}": size for size in GROUP_SIZES}}
 COLUMNS = (8, 16)
 MAX_ACCUMULATORS = 2048  # columns x d of a warp: 64 registers of O; twice as many spill
 D_SPLIT = {512: 4}
-"""Warps that share keys: each has a part of d of K, V and O."""
+"""Warps that share keys, by head dimension: each has a part of d of K, V and O."""
 MAX_RANGES = 256
 CLUSTERS = (8, 4, 2)  # CTAs that may share a sequence; larger clusters are not portable
 BOX_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 SMEM_PER_CTA = 232_448
-BYTES_IN_FLIGHT = 131_072  # of an SM; more lengthens the queue of the memory and gains nothing
+BYTES_IN_FLIGHT = 131_072  # bytes in flight of an SM; more lengthens the queue of the memory and gains nothing
 
 
 class TileShape(NamedTuple):
     """K or V of a tile in shared memory, in bytes.
 
-    row       of a token in one row segment: what one TMA copy brings of each row
-    segments  of a token
-    pitch     from a row of a segment to the next: TMA writes to multiples of 128 bytes, also for a single row
-    size      of all
-    copied    that the TMA copies bring
+    row       bytes of a token in one row segment: the part of a row that one TMA copy brings
+    segments  row segments of a token
+    pitch     bytes from a row of a segment to the next: TMA writes to multiples of 128 bytes, also for a single row
+    size      bytes of K or V of a tile
+    copied    bytes that the TMA copies bring
     """
 
     row: int
@@ -50,24 +50,24 @@ class TileShape(NamedTuple):
 class GqaDecodeSpec:
     """Compile-time facts of `kernels.decode.GqaDecodeKernel`; constructor argument and cache key.
 
-    q_dtype    "bfloat16" or "float16", also of the output
+    q_dtype    dtype of queries and output: "bfloat16" or "float16"
     kv_dtype   a widened type of `gqa.codes`, or q_dtype
-    v_dtype    "uint8" where values are rotated 4-bit codes, of keys of int8 or uint8; None: kv_dtype
+    v_dtype    "uint8" if values are rotated 4-bit codes beside int8 or uint8 keys; None: kv_dtype
     d          head dimension: 64, 128, 256 or 512
     columns    query rows (tokens x heads of one KV head) of a CTA, which are columns of S^T and O^T: 8 or 16
-    k_scales   "none"; "per_head": one or one per head; "per_token": per token, or token and head; "per_group_32", ...
-    v_scales   the same
-    scale_dtype "float16" or "float32", of both scales
+    k_scales   "none"; "per_head": one, or one per head; "per_token": per token, or token and head; "per_group_32", ...
+    v_scales   scales of V, with the same names
+    scale_dtype dtype of both scales: "float16" or "float32"
     layout     `CacheLayout.kernel_layout`: "heads_first" (BNSH, paged_HND), "tokens_first" (BSNH, paged_NHD),
                "x_packed" (paged_vllm), or the axes of a plain layout of another order, such as "rohd"
     paged      whether there is a block table
-    box_rows   tokens of one TMA copy: those of a tile, or the page size where that is smaller
+    box_rows   tokens of one TMA copy: a tile's, or the page size if that is smaller
     alibi      whether there are ALiBi slopes
     softcap    whether scores are capped
     starts     whether sequences begin after their first token: left padding
     warps      consumer warps of a CTA, 4 or 8; each team of `d_split` has 16 keys of a tile, or 32
-    key_blocks blocks of 16 keys of a tile that a team has: 1, or 2 of rotated keys
-    cluster    1: CTAs take ranges of the line of tiles; 8, 4, 2: those of a cluster share a sequence and KV head
+    key_blocks blocks of 16 keys of a tile that a team has: 1, or 2 for rotated keys
+    cluster    1: CTAs take ranges of the line of tiles; 8, 4, 2: a cluster's CTAs share a sequence and KV head
     """
 
     q_dtype: str
@@ -153,19 +153,19 @@ class GqaDecodeSpec:
 
     @property
     def cache_axes(self) -> str:
-        """Axes of k_cache, outermost first: o sequences or pages, r tokens, h heads, d (c, x where x-packed)."""
+        """Axes of k_cache, outermost first: o sequences or pages, r tokens, h heads, d (c, x if x-packed)."""
         return kernel_axes(self.layout)
 
     # ---- types of the products' operands
 
     @property
     def codes(self) -> Codes:
-        """What is known of the type of the cache; of K where V has another one."""
+        """The type of the cache; of K if V has another type."""
         return TYPES[self.kv_dtype]
 
     @property
     def v_codes(self) -> Codes:
-        """What is known of the type of V."""
+        """The type of V."""
         return ROTATED.get(self.v_dtype or "", self.codes)
 
     @property
@@ -175,7 +175,7 @@ class GqaDecodeSpec:
 
     @property
     def k_rotated(self) -> bool:
-        """Whether keys are too."""
+        """Whether keys are codes of rotated vectors, with zero points."""
         return self.kv_dtype in ROTATED
 
     @property
@@ -185,28 +185,28 @@ class GqaDecodeSpec:
 
     @property
     def k_operand(self) -> str:
-        """Type in which Q meets K: float16 holds every widened number exactly, and Q after a power of two."""
+        """Type of Q in QK: float16 holds every widened number exactly, and Q after a power of two."""
         return "float16" if self.bytes_cache else self.q_dtype
 
     @property
     def q_terms(self) -> int:
-        """Numbers of `k_operand` whose sum is one of Q: a rotated one in 11 bits puts scores off by 1e-3."""
+        """Numbers of `k_operand` that add up to one of Q: a rotated one in 11 bits would put scores off by 1e-3."""
         return 2 if self.k_rotated else 1
 
     @property
     def q_values(self) -> int:
-        """Numbers of `k_operand` that a block of Q takes; behind a rotated one is the float32 sum of each column."""
+        """Numbers of `k_operand` in a block of Q; with rotation the float32 sum of each column follows them."""
         return self.q_terms * self.columns * self.d + (2 * self.columns if self.k_rotated else 0)
 
     @property
     def v_operand(self) -> str:
-        """Type in which P meets V. P times a scale of any size needs the exponents of bfloat16."""
+        """Type of P in PV. P times a scale of any size needs the exponents of bfloat16."""
         if not self.bytes_cache:
             return self.q_dtype
         return "float16" if self.v_scales in ("none", "per_head") else "bfloat16"
 
     def scale_groups(self, scales: str) -> int:
-        """Scales of a token that S or P are multiplied by: 0 where a scale is that of the whole head."""
+        """Returns the scales of a token that multiply S or P: 0 if a scale covers the whole head."""
         size = SCALES[scales]
         return self.d // size if size > 1 else size
 
@@ -214,12 +214,12 @@ class GqaDecodeSpec:
 
     @property
     def d_split(self) -> int:
-        """Warps of a team: each has one of so many parts of d."""
+        """Warps of a team: each has one of this many parts of d."""
         return D_SPLIT.get(self.d, 1)
 
     @property
     def pv_is_late(self) -> bool:
-        """Whether a warp adds the values of a tile beside the scores of the next one.
+        """Whether a warp adds the values of a tile together with the scores of the next one.
 
         Two chains of dependent instructions then fill each other's gaps. They need registers.
         """
@@ -243,7 +243,7 @@ class GqaDecodeSpec:
         return KEYS_PER_TEAM * self.teams * self.key_blocks
 
     def tile(self, which: Which) -> TileShape:
-        """K or V of a tile."""
+        """Returns the shape of K or V of a tile."""
         codes = self.codes if which == "k" else self.v_codes
         token = self.d * codes.itemsize // codes.values
         row = min(token, 128)
@@ -253,7 +253,7 @@ class GqaDecodeSpec:
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes of a stage for K and V."""
+        """Bytes of a stage, K and V together."""
         return self.tile("k").size + self.tile("v").size
 
     @property
@@ -268,17 +268,16 @@ class GqaDecodeSpec:
 
     @property
     def fixed_bytes(self) -> int:
-        """Upper bound of the bytes besides the stages: Q twice, O of the teams, their row_max and row_sum, barriers."""
+        """Upper bound of the bytes besides the stages: Q twice, O, row_max and row_sum of the teams, barriers."""
         o_bytes = self.teams * self.columns * self.warp_o_stride * 4
         return 2 * self.q_values * 2 + o_bytes + 4 * self.s_part_values + 3072
 
     @property
     def scale_warps(self) -> int:
-        """Warps that load scales of tokens: what the load warp leaves of its warpgroup, or one for K and one for V.
+        """Warps that load scales of tokens: the rest of the load warp's warpgroup, or one for K and one for V.
 
-        Those that take tiles in turn are no more than stages, and each takes every third tile (or second), whatever the
-        ranges: a warp that has stored the scales of a tile would else find the stage of its next one two uses behind,
-        and a wait by parity would not see that.
+        Warps that take turns must not outnumber the stages, and each takes every third (or second) tile across ranges.
+        Otherwise a warp could reach a stage that is two phases behind, which a parity wait cannot detect.
         """
         if self.scale_warps_take_turns:
             return min(3, self.stages) if self.key_scales > 0 else 0
@@ -286,7 +285,7 @@ class GqaDecodeSpec:
 
     @property
     def scale_warps_take_turns(self) -> bool:
-        """Whether a scale warp has all scales of a tile: a lane has registers for 8 of a key."""
+        """Whether a scale warp has all scales of a tile: a lane has registers for 8 scales of a key."""
         return self.key_scales <= 8
 
     @property
@@ -296,22 +295,22 @@ class GqaDecodeSpec:
 
     @property
     def key_scales(self) -> int:
-        """Scales of tokens and groups that a key has, of K and of V."""
+        """Number of scales of tokens and groups that a key has, of K and of V."""
         return self.scale_groups(self.k_scales) + self.scale_groups(self.v_scales)
 
     @property
     def scale_values(self) -> int:
-        """float32 scales of a stage."""
+        """Number of float32 scales in a stage."""
         return self.keys_per_tile * self.key_scales
 
     @property
     def page_words(self) -> int:
-        """32-bit words of a stage with a bit for each TMA copy: its page exists."""
+        """32-bit words of a stage with a bit for each TMA copy, which says whether its page exists."""
         return max(self.keys_per_tile // self.box_rows // 32, 1)
 
     @property
     def stages(self) -> int:
-        """Stages of the ring: as many as fit, and as BYTES_IN_FLIGHT asks for."""
+        """Number of stages: as many as fit, up to BYTES_IN_FLIGHT."""
         stage = self.stage_bytes + 4 * (self.scale_values + self.page_words)
         return min((SMEM_PER_CTA - self.fixed_bytes) // stage, max(-(-BYTES_IN_FLIGHT // self.stage_bytes), 2))
 
@@ -326,7 +325,7 @@ class GqaDecodeSpec:
 
 
 def shipped_specs() -> list[GqaDecodeSpec]:
-    """The variants of the benchmark, and one of each kind of code; others are compiled at their first call."""
+    """Returns the benchmark's variants, and one of each kind of code; others are compiled at their first call."""
     bf16, fp16 = DTYPES
     int8, fp8 = WIDENED[:2]
     head = GqaDecodeSpec(bf16, int8, 128, 8, k_scales="per_head", v_scales="per_head")

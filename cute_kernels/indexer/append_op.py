@@ -1,4 +1,4 @@
-"""`index_append`: quantize keys of the indexer and write them to their slots of the paged cache."""
+"""`index_append` quantizes keys of the indexer and writes them to their slots of the paged cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fp8_mla import INDEX_KEY, pack_index_keys, row_views, write_pages
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_ALIGN = 16  # bytes: every access of the kernel but those of scales
+_ALIGN = 16  # bytes: alignment of every access of the kernel except those of scales
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
@@ -48,7 +48,7 @@ def index_append(
 
 _Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 _prepared: PreparedLaunches[tuple[Any, ...], _Kernel] = PreparedLaunches()
-"""Kernels; the key is all that they are chosen by and all that they do not check themselves."""
+"""Prepared kernels. The key has what selects a kernel and what the kernel does not check itself."""
 
 
 def _launch(request: AppendRequest) -> None:
@@ -63,7 +63,7 @@ def _launch(request: AppendRequest) -> None:
     if holds(k_cache, (k.data_ptr(), slot_mapping.data_ptr())):
         check(request)
     kernel = _prepared.get(key) or _prepare(key, request)
-    # a view of the pages without checks: the key's shape and dtype passed them
+    # a view of the pages, unchecked: the key's shape and dtype passed the checks
     if k_cache.dtype is not torch.uint8:
         k_cache = k_cache.view(torch.uint8)
     if k_cache.dim() == 4:
@@ -74,7 +74,7 @@ def _launch(request: AppendRequest) -> None:
 def _prepare(key: tuple[Any, ...], request: AppendRequest) -> _Kernel:
     """Loads the kernel after all checks.
 
-    On a CPU, or without tokens, another function replaces it. That one checks nothing, so it is not kept.
+    On a CPU, or without tokens, another function replaces the kernel. It checks nothing, so it is not kept.
     """
     check(request)
     k, k_cache, scale = request["k"], request["k_cache"], request["scale"]
@@ -88,7 +88,7 @@ def _prepare(key: tuple[Any, ...], request: AppendRequest) -> _Kernel:
 
 
 def check(request: AppendRequest) -> None:
-    """Raises what is wrong with the arguments, by name."""
+    """Checks the arguments; an error names the wrong one."""
     k, k_cache, slot_mapping = request["k"], request["k_cache"], request["slot_mapping"]
     check_tensor("k", k, dtype=tuple(_DTYPES), shape=(None, INDEX_KEY.d_qk), align=_ALIGN, unit_last_stride=True)
     APPEND.check_options(request)
@@ -102,9 +102,9 @@ def check(request: AppendRequest) -> None:
 
 
 def check_index_cache(k_cache: torch.Tensor, device: torch.device) -> None:
-    """Raises what is wrong with a cache of index keys, by name."""
+    """Checks a cache of index keys; an error names the wrong argument."""
     check_tensor("k_cache", k_cache, device=device)
-    row_views(k_cache, INDEX_KEY, name="k_cache")  # dtype, shape, strides and where the memory ends
+    row_views(k_cache, INDEX_KEY, name="k_cache")  # checks dtype, shape, strides and the end of the memory
     num_pages, page_size = k_cache.shape[:2]
     slots = num_pages * page_size
     require(slots < 2**31, "k_cache", f"{slots} slots", "fewer than 2^31")

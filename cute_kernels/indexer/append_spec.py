@@ -1,4 +1,4 @@
-"""What is fixed at compile time in the kernel that appends index keys."""
+"""Compile-time facts of the kernel that appends index keys."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,8 +12,8 @@ class IndexAppendSpec:
     """Compile-time facts of :class:`cute_kernels.indexer.kernels.append.IndexAppendKernel`: constructor argument, key.
 
     scale  how a key's scale is chosen: "float32" or "ue8m0"
-    dtype  of the keys: "bfloat16" or "float32"
-    warps  of a CTA
+    dtype  dtype of the keys: "bfloat16" or "float32"
+    warps  warps of a CTA
     """
 
     scale: str
@@ -37,5 +37,5 @@ class IndexAppendSpec:
 
 
 def shipped_specs() -> list[IndexAppendSpec]:
-    """Every specification that a call can ask for."""
+    """Returns every spec that a call can ask for."""
     return [IndexAppendSpec(scale, dtype) for scale in SCALE_RULES for dtype in DTYPES]

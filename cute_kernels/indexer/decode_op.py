@@ -1,4 +1,4 @@
-"""`index_decode`: the tokens that sparse attention reads, from queries of the indexer and its cache of keys."""
+"""`index_decode` finds the tokens that sparse attention reads, from queries of the indexer and its cache of keys."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 MAX_S_Q = 8
 MAX_LOGITS = 2**30
-"""Of a call: 4 GB."""
-_ALIGN = 16  # bytes: copies of q and of keys
+"""Most logits of a call: 4 GB."""
+_ALIGN = 16  # bytes: alignment of the copies of q and of keys
 
 
 @DECODE.describe
@@ -39,8 +39,8 @@ def index_decode(
 
         logit[t] = scale[t] * sum over h of weights[h] * max(q[h] . codes[t], 0)
 
-    Products are those of the FP8 tensor core, sums float32. The choice is that of `index_topk`: exact on these logits,
-    ascending by position, ties to the lower position. CPU tensors are scored by plain torch in float64.
+    Products come from the FP8 tensor core; sums are float32. The choice is made as in `index_topk`: exact on these
+    logits, ascending by position, ties to the lower position. CPU tensors are scored by plain torch in float64.
     `cute_kernels.indexer.request` has the arguments.
 
     Returns:
@@ -64,7 +64,7 @@ def index_decode(
     if out is None:
         _check_query(q)
         out = q.new_empty((*q.shape[:2], request["topk"]), dtype=torch.int32)
-    if logits is None:  # the operator writes to tensors that it is given
+    if logits is None:  # the operator only writes to tensors that it is given
         _check_query(q)
         check_tensor("k_cache", k_cache)
         table, _ = _required(request)
@@ -76,9 +76,9 @@ def index_decode(
 
 
 class PreparedLaunch(NamedTuple):
-    """What stays the same while the shapes of a call do: both kernels, CTAs of the first, and templates.
+    """Facts that stay the same while the shapes of a call do: both kernels, the first one's CTAs, and templates.
 
-    slots  tokens of a page of the cache that slots are for, and how many slots there are
+    slots  page size of the cache whose slots are wanted, and its number of slots
     apart  see `Operator.check_addresses`
     """
 
@@ -104,7 +104,7 @@ def _launch(request: DecodeRequest) -> torch.Tensor:
         q.get_device(), q.shape, q.dtype, k_cache.shape, k_cache.stride(), k_cache.dtype, block_table.shape,
         block_table.dtype, seqlens.shape, seqlens.dtype, weights.is_neg(), DECODE.key(request),
         k_cache.untyped_storage().nbytes() - k_cache.storage_offset(),  # the kernel is not told where pages end
-        # what the second kernel alone checks: it would refuse after the first has been launched
+        # the second kernel's own checks: it would refuse only after the first has been launched
         None if names is None else (names.shape, names.dtype, names.get_device(), names.stride(-1)),
         None if out is None else (out.shape, out.dtype, out.get_device()),
         None if logits is None else (logits.shape, logits.dtype),
@@ -131,10 +131,10 @@ def _launch(request: DecodeRequest) -> torch.Tensor:
 
 
 def _required(request: DecodeRequest) -> tuple[torch.Tensor, torch.Tensor]:
-    """Table and lengths, which callers give by name.
+    """Returns table and lengths, which callers give by name.
 
     Raises:
-        TypeError: one is missing.
+        TypeError: table or lengths are missing.
     """
     table, seqlens = request["block_table"], request["cache_seqlens"]
     for name, t in (("block_table", table), ("cache_seqlens", seqlens)):
@@ -144,7 +144,7 @@ def _required(request: DecodeRequest) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _prepare(key: tuple[Any, ...], request: DecodeRequest) -> PreparedLaunch:
-    """Loads the kernels after all checks. Where there is nothing to write, other functions replace them."""
+    """Loads the kernels after all checks. If there is nothing to write, other functions replace them."""
     check(request)
     q, device = request["q"], request["q"].device
     batch, s_q, heads, _ = q.shape
@@ -171,20 +171,20 @@ def _prepare(key: tuple[Any, ...], request: DecodeRequest) -> PreparedLaunch:
 
 
 def _check_query(q: torch.Tensor) -> None:
-    """Raises what is wrong with the argument that the size of the result follows from."""
+    """Checks the argument that determines the size of the result."""
     dtypes, shape = (torch.float8_e4m3fn, torch.uint8), (None, None, None, INDEX_KEY.d_qk)
     check_tensor("q", q, dtype=dtypes, shape=shape)
 
 
 def _check_topk(request: DecodeRequest) -> None:
-    """Raises if nothing is asked for. The operator cannot see it: all its outputs are given."""
+    """Raises if nothing is asked for. The operator cannot see that, because all its outputs are given."""
     topk, needs = request["topk"], f"1 to {MAX_TOPK}; 0 if logits are given, which are then all that is wanted"
     check_int("topk", topk, 0, MAX_TOPK)
     require(topk > 0 or request["logits"] is not None, "topk", topk, needs)
 
 
 def check(request: DecodeRequest) -> None:
-    """Raises what is wrong with the arguments, by name."""
+    """Checks the arguments; an error names the wrong one."""
     q, k_cache, topk = request["q"], request["k_cache"], request["topk"]
     _check_query(q)
     check_tensor("q", q, align=_ALIGN, unit_last_stride=True)
@@ -227,7 +227,7 @@ def check(request: DecodeRequest) -> None:
 
 
 def _run(request: DecodeRequest) -> None:
-    """The operator: it writes to `out`, which is always given."""
+    """The torch operator: it writes to `out`, which is always given."""
     if request["q"].device.type == "cpu":
         check(request)
         _decode_on_cpu(request)

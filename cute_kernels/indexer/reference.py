@@ -16,7 +16,7 @@ def index_topk_reference(
     page_size: int | None = None,
     row_starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What `cute_kernels.index_topk` returns, of which this is the definition; arguments as there."""
+    """Returns what `cute_kernels.index_topk` returns, by definition; it takes the same arguments."""
     rows, width = logits.shape
     starts = torch.zeros_like(lengths) if row_starts is None else row_starts.clamp(0, width)
     positions = torch.full((rows, topk), -1, dtype=torch.int32, device=logits.device)

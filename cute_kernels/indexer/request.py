@@ -39,7 +39,7 @@ PageSize = Annotated[int | None, Option(check=_check_page_size, planned=True)]
 
 
 class AppendInputs(TypedDict):
-    """What `index_append` is called with by position.
+    """Positional arguments of `index_append`.
 
     k: (tokens, 128) bfloat16 or float32, after norm, rotary encoding and Hadamard transform, if the model has it. Rows
         are contiguous and start at multiples of 16 bytes; any distance between rows.
@@ -57,7 +57,7 @@ class AppendInputs(TypedDict):
 
 
 class AppendOptions(TypedDict, total=False):
-    """What `index_append` is called with by name.
+    """Keyword arguments of `index_append`.
 
     scale: "float32", as SGLang writes it, or "ue8m0", a power of two, as vLLM does. Readers take both.
     """
@@ -66,14 +66,14 @@ class AppendOptions(TypedDict, total=False):
 
 
 class AppendRequest(AppendInputs, AppendOptions):
-    """All that a call of `index_append` says."""
+    """All arguments of an `index_append` call."""
 
 
 APPEND = Operator("index_append", AppendInputs, AppendOptions, AppendRequest)
 
 
 class TopkInputs(TypedDict):
-    """What `index_topk` is called with by position.
+    """Positional arguments of `index_topk`.
 
     logits: (rows, width) float32, width up to 4,718,589. Rows are contiguous, any distance apart, and may begin at any
         multiple of 4 bytes. What is beyond a row's length may be anything.
@@ -87,7 +87,7 @@ class TopkInputs(TypedDict):
 
 
 class TopkOptions(TypedDict, total=False):
-    """What `index_topk` is called with by name.
+    """Keyword arguments of `index_topk`.
 
     block_table: (batch, max_pages) int32, rows a multiple of batch: rows of a request are neighbours. With it the
         result is slots, ``table[position // page_size] * page_size + position % page_size``, and -1 where the table
@@ -105,14 +105,14 @@ class TopkOptions(TypedDict, total=False):
 
 
 class TopkRequest(TopkInputs, TopkOptions):
-    """All that a call of `index_topk` says."""
+    """All arguments of an `index_topk` call."""
 
 
 TOPK = Operator("index_topk", TopkInputs, TopkOptions, TopkRequest)
 
 
 class DecodeInputs(TypedDict):
-    """What `index_decode` is called with by position.
+    """Positional arguments of `index_decode`.
 
     q: (batch, s_q, heads, 128) float8_e4m3fn, or its bytes as uint8; 16, 32 or 64 heads, s_q 1 to 8; rows contiguous,
         16-byte aligned.
@@ -127,7 +127,7 @@ class DecodeInputs(TypedDict):
 
 
 class DecodeOptions(TypedDict, total=False):
-    """What `index_decode` is called with by name.
+    """Keyword arguments of `index_decode`.
 
     block_table: needed: (batch, max_pages) int32; rows contiguous. Entries past a sequence's end may be anything. Keys
         of a page that the cache lacks come last.
@@ -157,7 +157,7 @@ class DecodeOptions(TypedDict, total=False):
 
 
 class DecodeRequest(DecodeInputs, DecodeOptions):
-    """All that a call of `index_decode` says."""
+    """All arguments of an `index_decode` call."""
 
 
 DECODE = Operator("index_decode", DecodeInputs, DecodeOptions, DecodeRequest)

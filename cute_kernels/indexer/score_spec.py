@@ -1,23 +1,23 @@
-"""What is fixed at compile time in the kernel that scores index keys."""
+"""Compile-time facts of the kernel that scores index keys."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 HEADS = (16, 32, 64)
 KEYS = 64
-"""Of a tile: rows of a wgmma."""
+"""Keys of a tile: rows of a wgmma."""
 PAGE_STEP = 16
-"""A page has a multiple of so many keys."""
+"""The number of keys of a page is a multiple of this."""
 QUERIES = (1, 2, 3, 4)
-"""Of a CTA."""
+"""Queries that a CTA may score together."""
 
 
 @dataclass(frozen=True)
 class ScoreSpec:
     """Compile-time facts of :class:`cute_kernels.indexer.kernels.score.ScoreKernel`: constructor argument, cache key.
 
-    heads    of the indexer
-    queries  of a request that a CTA scores, at most
+    heads    heads of the indexer
+    queries  most queries of a request that a CTA scores together
     stages   tiles of keys in shared memory
     """
 
@@ -30,7 +30,7 @@ class ScoreSpec:
 
     @classmethod
     def for_launch(cls, heads: int, s_q: int) -> "ScoreSpec":
-        """The variant for requests of `s_q` queries."""
+        """Chooses the variant for requests of `s_q` queries."""
         return cls(heads, -(-s_q // -(-s_q // QUERIES[-1])))
 
     def can_implement(self) -> list[str]:
@@ -43,24 +43,24 @@ class ScoreSpec:
 
     @property
     def ctas_per_sm(self) -> int:
-        """CTAs that share an SM: four, with 100 KB of keys in flight; three of several queries.
+        """CTAs that share an SM: four, with 100 KB of keys in flight; three for several queries.
 
-        Four queries of 64 heads take 69 KB of shared memory, two of them 160 registers.
+        Four queries of 64 heads take 69 KB of shared memory; two of them take 160 registers.
         """
         return 4 if self.queries == 1 else 3
 
     @property
     def weights(self) -> int:
-        """Floats of the weights of a query in shared memory: those of four lanes begin in different banks."""
+        """Floats of the weights of a query in shared memory: the weights of four lanes begin in different banks."""
         return self.heads + 16
 
     @property
     def expected(self) -> dict[str, Any]:
-        """What the compiled kernel is held to: 128 registers let four CTAs of 128 threads share an SM, 168 three."""
+        """Limits of the compiled kernel: 128 registers let four CTAs of 128 threads share an SM, 168 three."""
         instructions = ("LDGSTS.E.BYPASS.128", "QGMMA")
         return {"registers": 128 if self.queries == 1 else 168, "instructions": instructions}
 
 
 def shipped_specs() -> list[ScoreSpec]:
-    """Every specification that a call can ask for."""
+    """Returns every spec that a call can ask for."""
     return [ScoreSpec(heads, queries) for heads in HEADS for queries in QUERIES]

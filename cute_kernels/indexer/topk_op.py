@@ -1,4 +1,4 @@
-"""`index_topk`: the positions, or slots, of the highest logits of each row."""
+"""`index_topk` finds the positions, or slots, of the highest logits of each row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 NUM_SLOTS = 2**31
-"""Slots are int32."""
+"""A cache has at most this many slots, because slots are int32."""
 
 
 @TOPK.describe
@@ -59,7 +59,7 @@ def index_topk(logits: torch.Tensor, lengths: torch.Tensor, topk: int, **options
 
 
 class PreparedLaunch(NamedTuple):
-    """What stays the same while the shapes of a call do: the kernel, and a template of out."""
+    """Facts that stay the same while the shapes of a call do: the kernel, and a template of out."""
 
     kernel: Callable[..., None]
     out_like: torch.Tensor
@@ -87,7 +87,7 @@ def _launch(request: TopkRequest) -> torch.Tensor:
 
 
 def _prepare(key: tuple[Any, ...], request: TopkRequest) -> PreparedLaunch:
-    """Loads the kernel after all checks. Where there is nothing to write, another function replaces it."""
+    """Loads the kernel after all checks. If there is nothing to write, another function replaces it."""
     check(request)
     logits = request["logits"]
     rows, width = logits.shape
@@ -101,12 +101,12 @@ def _prepare(key: tuple[Any, ...], request: TopkRequest) -> PreparedLaunch:
 
 
 def _check_sizes(logits: torch.Tensor) -> None:
-    """Raises what is wrong with the argument that the size of the result follows from."""
+    """Checks the argument that determines the size of the result."""
     check_tensor("logits", logits, dtype=torch.float32, shape=(None, None), unit_last_stride=True)
 
 
 def check(request: TopkRequest) -> None:
-    """Raises what is wrong with the arguments, by name."""
+    """Checks the arguments; an error names the wrong one."""
     logits, table = request["logits"], request["block_table"]
     _check_sizes(logits)
     TOPK.check_options(request)
@@ -133,7 +133,7 @@ def check(request: TopkRequest) -> None:
 
 
 def _run(request: TopkRequest) -> None:
-    """The operator: it writes to `out`, which is always given."""
+    """The torch operator: it writes to `out`, which is always given."""
     if request["logits"].device.type != "cpu":
         _launch(request)
         return

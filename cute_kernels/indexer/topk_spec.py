@@ -1,19 +1,19 @@
-"""What is fixed at compile time in the kernel that chooses the highest logits, and which variant a call gets."""
+"""Compile-time facts of the kernel that chooses the highest logits, and which variant a call gets."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 WARP = 32
 BINS = 2048
-"""Of a histogram: one for exact zeros, 1023 for each sign."""
+"""Bins of a histogram: one for exact zeros, 1023 for each sign."""
 QUAD = 512
 """Logits that a warp loads at a time: four vectors of 16 bytes a lane."""
 MAX_TOPK = 2048
 CLUSTERS = (1, 2, 4, 8, 16)
 PORTABLE = 8
-"""CTAs of a cluster that every GPU can place. 16 are asked for where at most half of the SMs are."""
+"""CTAs of a cluster that every GPU can place. Launches ask for 16 if that takes at most half of the SMs."""
 SHORT_QUADS, LONG_QUADS = 160, 1152
-"""Of a CTA: 81,920 logits in 20 KB of marks, so that three CTAs share an SM; or 589,824 in 147 KB."""
+"""Quads of a CTA: 81,920 logits in 20 KB of marks, so that three CTAs share an SM; or 589,824 in 147 KB."""
 CTA_LOGITS = 8192
 """Logits that a CTA takes before a row gets another one: one quad a warp."""
 
@@ -23,7 +23,7 @@ class TopkSpec:
     """Compile-time facts of :class:`cute_kernels.indexer.kernels.select.TopkKernel`: constructor argument, cache key.
 
     cluster     CTAs that share a row
-    quads       units of 512 logits that a CTA can mark: how long a row may be
+    quads       units of 512 logits that a CTA can mark, which limits the length of a row
     has_table   slots are wanted, through a block table; else positions
     has_starts  rows begin at positions of their own
     held        quads of a warp whose keys stay in registers from the first pass to the second
@@ -37,14 +37,14 @@ class TopkSpec:
 
     kernel: ClassVar[str] = "cute_kernels.indexer.kernels.select:TopkKernel"
     warps: ClassVar[int] = 16
-    """Of a CTA."""
+    """Warps of a CTA."""
     list_size: ClassVar[int] = 2048
-    """Logits of the crossing bin that the warps of a CTA keep beside their marks. A warp with more than its part of
+    """Logits of the crossing bin that the warps of a CTA keep beside their marks. A warp with more than its share of
     them reads its logits again."""
 
     @classmethod
     def for_launch(cls, rows: int, width: int, num_sms: int, *, has_table: bool, has_starts: bool) -> "TopkSpec":
-        """The variant for `rows` rows of up to `width` logits.
+        """Chooses the variant for `rows` rows of up to `width` logits.
 
         A row gets a CTA for each 8,192 logits, as long as there are SMs for all CTAs of the launch.
         """
@@ -85,21 +85,21 @@ class TopkSpec:
 
     @property
     def expected(self) -> dict[str, Any]:
-        """What the compiled kernel is held to: 64 registers let two CTAs of 512 threads share an SM.
+        """Limits of the compiled kernel: 64 registers let two CTAs of 512 threads share an SM.
 
-        Keys are kept only where each CTA has an SM.
+        Keys stay in registers only if each CTA has an SM of its own.
         """
         registers = 128 if self.held else 64
         return {"registers": registers, "instructions": ("LDG.E.128", "ATOMS.POPC.INC.32")}
 
 
 def quads_for(width: int, cluster: int) -> int:
-    """Quads of a CTA that rows of so many logits need, as kernels are built for them."""
+    """Returns the quads of a CTA for rows of `width` logits, rounded to sizes that kernels are built for."""
     return SHORT_QUADS if width <= _most(cluster, SHORT_QUADS) else LONG_QUADS
 
 
 def _most(cluster: int, quads: int) -> int:
-    """The longest row that a cluster can mark, wherever in 16 bytes it begins."""
+    """Returns the longest row that a cluster can mark, wherever in 16 bytes it begins."""
     return cluster * quads * QUAD - 3
 
 
@@ -108,7 +108,7 @@ MAX_WIDTH = _most(PORTABLE, LONG_QUADS)
 
 
 def shipped_specs() -> list[TopkSpec]:
-    """Slots for rows of every kind, and positions as prompts ask for them."""
+    """Returns specs for slots with rows of every kind, and for positions as prompts ask for them."""
     slots = [TopkSpec(cluster, has_table=True, held=min(cluster, 2)) for cluster in CLUSTERS]
     long = [TopkSpec(1, LONG_QUADS, has_table=True), TopkSpec(8, LONG_QUADS, held=2)]
     return [*slots, TopkSpec(1, has_table=True), *long, TopkSpec(1, has_starts=True)]

@@ -1,4 +1,4 @@
-"""What hooks in serving stacks share: they stand aside for what they do not know, and say so once. Imports no stack."""
+"""Helpers for hooks in serving stacks: they stand aside for unknown calls, and say so once. No stack is imported."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 
 _NUMBER = re.compile(r"\d+")
 _REPLACED = "replaced_by_cute_kernels"
-"""Attribute of what `replace` has put somewhere. `__wrapped__` does not tell: a stack's own decorators set it too."""
+"""Attribute of a function that `replace` has installed. `__wrapped__` does not tell: stacks' decorators set it too."""
 
 
 def or_original(
     ours: Callable[..., Any], original: Callable[..., Any], say: Callable[[str], None], *args: Any, **kwargs: Any
 ) -> Any:
-    """What `ours` returns for a call; what `original` returns where ours does not take it.
+    """Returns the result of `ours` for a call, or of `original` if ours does not take the call.
 
     Args:
         ours: raises AttributeError, TypeError or ValueError before any launch for a call that it does not take. An
             argument that it has no name for is a TypeError by itself, an attribute that has moved an AttributeError.
         original: the function that a hook replaces.
-        say: takes the reason.
-        args: of the call.
-        kwargs: of the call.
+        say: called with the reason.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
     """
     try:
         return ours(*args, **kwargs)
@@ -37,13 +37,13 @@ def or_original(
 def replace(
     owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], missing: Callable[[], None]
 ) -> None:
-    """Puts `make(original)` in the place of a function of a module or a method of a class; a second call does nothing.
+    """Replaces a function of a module or a method of a class by `make(original)`; a second call does nothing.
 
     Args:
         owner: the module or class; None if the class itself is missing.
-        name: of the function.
-        make: what stands for the original; of a method it takes the object first.
-        missing: called where there is no such function.
+        name: name of the function.
+        make: returns the replacement for the original; the replacement of a method takes the object first.
+        missing: called if the function does not exist.
     """
     original = getattr(owner, name, None)
     if original is None:
@@ -60,7 +60,7 @@ def replace(
 
 
 class SayOnce:
-    """Says a line once in each process. Lines that differ in numbers alone are one: some name the shapes of a batch."""
+    """Says a line once in each process. Lines that differ only in numbers are one: some name the shapes of a batch."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -68,8 +68,8 @@ class SayOnce:
         self._last = ""
 
     def __call__(self, text: str) -> None:
-        """Says it, unless it was said."""
-        if text == self._last:  # a layer says the same in each step
+        """Says the line, unless it was said before."""
+        if text == self._last:  # fast path: a layer says the same in each step
             return
         self._last, kind = text, _NUMBER.sub("#", text)
         if kind not in self._said:

@@ -1,7 +1,7 @@
 """Changes modules of a serving stack when it imports them, and not before.
 
-Importing a model's module from a plugin would load that model, and choose a platform, in each process of a server, also
-in those that serve another model.
+Importing a model's module from a plugin would load that model, and choose a platform, in each process of a server, even
+in processes that serve another model.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Change = Callable[[types.ModuleType], None]
 
 
 def change_on_import(changes: Mapping[str, Change]) -> None:
-    """Changes those modules that are imported, and the others when they are.
+    """Changes the modules that are already imported, and the others when they are imported.
 
     Args:
-        changes: by full name of a module, what is done to it once it has run: at most once by the finder, and at each
-            call of this function, so a change that is made already must do nothing.
+        changes: by full name of a module, the function that changes it after it has run. The finder calls it at most
+            once, and each call of `change_on_import` again, so it must do nothing if the change is already made.
     """
     for name, change in changes.items():
         if name in sys.modules:
@@ -34,7 +34,7 @@ def change_on_import(changes: Mapping[str, Change]) -> None:
 
 
 class ChangingFinder(importlib.abc.MetaPathFinder):
-    """Finds some modules where the other finders find them, and changes them once they have run."""
+    """Finds some modules through the other finders, and changes them once they have run."""
 
     def __init__(self, changes: Mapping[str, Change]) -> None:
         self.changes = changes
@@ -43,7 +43,7 @@ class ChangingFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """A spec as the import system wants it; None for every other module."""
+        """Returns a spec as the import system wants it; None for every other module."""
         change = self.changes.get(fullname)
         if change is None or fullname in self._asking:  # asked by another finder that asks all others
             return None
@@ -62,7 +62,7 @@ class ChangingFinder(importlib.abc.MetaPathFinder):
 
 
 def _run_after(loader: Any, change: Change) -> None:
-    """Lets this one loader change its module; it stays of its class, which tools that read sources ask for."""
+    """Makes this one loader change its module. The loader keeps its class, which tools that read sources ask for."""
     run = loader.exec_module
 
     def exec_module(module: types.ModuleType) -> None:
@@ -73,7 +73,7 @@ def _run_after(loader: Any, change: Change) -> None:
 
 
 def _change(module: types.ModuleType, change: Change) -> None:
-    """Changes a module; one that has moved so far that this fails is still imported."""
+    """Changes a module; if the change fails because the module is too different, it is still imported."""
     try:
         change(module)
     except Exception as error:

@@ -1,7 +1,7 @@
-"""Decoding of DeepSeek-V4 in vLLM and SGLang, which pad query heads to 64 or 128 for FlashMLA: the real heads alone.
+"""Decodes only the real heads of DeepSeek-V4 in vLLM and SGLang, which pad query heads to 64 or 128 for FlashMLA.
 
-Imports neither of them. Their adapters put a `V4Decode` in the place of FlashMLA's function and say, around what calls
-it, how many heads are real.
+It imports neither of them. Their adapters replace FlashMLA's function by a `V4Decode`, and tell around its callers how
+many heads are real.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from cute_kernels.compat.flash_mla import flash_mla_with_kvcache
 from cute_kernels.runtime.arch import is_sm90
 from fp8_mla.formats import V4
 
-# of a thread, since vLLM runs two micro-batches in two threads
+# one value per thread, since vLLM runs two micro-batches in two threads
 _heads: contextvars.ContextVar[int | None] = contextvars.ContextVar("cute_kernels_heads", default=None)
 
 
 @contextlib.contextmanager
 def real_heads(heads: int | None) -> Iterator[None]:
-    """Calls of a `V4Decode` inside compute the first `heads` heads; outside, and with None, all that q has."""
+    """Makes calls of a `V4Decode` inside compute only the first `heads` heads; outside, and with None, all heads."""
     token = _heads.set(heads)
     try:
         yield
@@ -32,11 +32,11 @@ def real_heads(heads: int | None) -> Iterator[None]:
 
 
 class V4Decode:
-    """Takes the calls of FlashMLA's `flash_mla_with_kvcache` that models of DeepSeek-V4 make.
+    """Takes the calls of FlashMLA's `flash_mla_with_kvcache` that DeepSeek-V4 models make.
 
     Attributes:
-        original: what runs where no kernel takes a call.
-        say: takes a line for the log; the same one may come again.
+        original: function that runs if no kernel takes a call.
+        say: called with a line for the log; the same line may come again.
     """
 
     def __init__(self, original: Callable[..., Any], say: Callable[[str], None]) -> None:
@@ -45,7 +45,7 @@ class V4Decode:
         self._has_said_why_not = False
 
     def __call__(self, *positional: Any, **arguments: Any) -> Any:
-        """`cute_kernels.compat.flash_mla.flash_mla_with_kvcache` over the real heads, or `original`.
+        """Runs `cute_kernels.compat.flash_mla.flash_mla_with_kvcache` over the real heads, or `original`.
 
         Args:
             *positional: none; with any, `original` runs.
@@ -53,8 +53,8 @@ class V4Decode:
                 and attn_sink (padded heads,) begin with the real heads. Schedules are not used.
 
         Returns:
-            out (batch, s_q, padded heads, 512), with no particular values in heads that are not real; lse
-            (batch, real heads, s_q). Or what `original` returns.
+            out (batch, s_q, padded heads, 512), with arbitrary values in heads that are not real; lse (batch, real
+            heads, s_q). Or the result of `original`.
         """
         reason = refusal(positional, arguments)
         if reason is None:
@@ -89,13 +89,13 @@ class V4Decode:
 
 
 def refusal(positional: tuple[Any, ...], arguments: dict[str, Any]) -> str | None:
-    """Why no kernel takes a call, in words; None where one does, unless the operator finds something wrong with it."""
+    """Returns in words why no kernel takes a call; None if one does, unless the operator refuses its arguments."""
     q, extra = arguments.get("q"), arguments.get("extra_k_cache")
     if positional or not isinstance(q, torch.Tensor):
         return "arguments that are not by name"
     if q.dim() != 4 or q.shape[-1] != V4.d_qk or q.dtype is not torch.bfloat16:
         return f"queries of {q.dtype} and shape {tuple(q.shape)}: kernels take bfloat16, {V4.d_qk} columns"
-    # other rows of V4.1 come planar from one release of FlashMLA and interleaved from another, with the same shapes
+    # planar in one release of FlashMLA, interleaved in another, with the same shapes: other rows of V4.1
     for cache in (arguments.get("k_cache"), extra):
         if isinstance(cache, torch.Tensor) and cache.shape[-1] != V4.token_bytes:
             return f"a cache of {cache.shape[-1]} bytes a token: this hook is for V4's {V4.token_bytes}"
@@ -103,7 +103,7 @@ def refusal(positional: tuple[Any, ...], arguments: dict[str, Any]) -> str | Non
 
 
 def device_refusal(device: torch.device) -> str | None:
-    """Why no kernel runs on a device, in words; None for an SM90 GPU, and for a CPU, which runs the reference."""
+    """Returns in words why no kernel runs on a device; None for an SM90 GPU and for a CPU, which runs the reference."""
     if device.type == "cpu" or is_sm90(device):
         return None
     return f"device {device}: kernels need an SM90 GPU (H100, H200)"

@@ -1,8 +1,8 @@
 """SGLang: sparse MLA of DeepSeek-V3.2, V4 and GLM-5 on `mla_fp8_decode`, an attention backend "cute" on `gqa_decode`.
 
-SGLang finds `register` by the entry point of group sglang.srt.plugins and calls it in each of its processes; nobody
-imports this module otherwise. `SGLANG_PLUGINS` names the plugins to load, and so leaves this one out. Written against
-SGLang 0.5.23.
+SGLang finds `register` by the entry point of group sglang.srt.plugins and calls it in each of its processes; nothing
+else imports this module. `SGLANG_PLUGINS` names the plugins to load; a list without this one turns it off. Written
+against SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cute_kernels.integrations.padded_heads import V4Decode, device_refusal, rea
 from fp8_mla.formats import V3_2
 
 NAME = "cute"
-"""The attention backend, as `--attention-backend` takes it."""
+"""The name of the attention backend, for `--attention-backend`."""
 WRITTEN_AGAINST = "0.5.23"
 SPARSE_MLA_CLASS, SPARSE_MLA_METHOD = "DeepseekSparseAttnBackend", "_forward_flashmla_kv"
 DEEPSEEK_V4_CLASS, DEEPSEEK_V4_METHOD = "DeepseekV4AttnBackend", "_forward_attention"
@@ -35,18 +35,18 @@ logger = logging.getLogger(__name__)
 def register(untested: bool = False) -> None:
     """Changes sparse MLA and DeepSeek-V4 when SGLang imports them, and adds the attention backend.
 
-    A second call changes nothing. An SGLang without what the backend is added by serves without it, after a warning.
+    A second call changes nothing. If SGLang lacks the means to add the backend, it serves without it, after a warning.
 
     Args:
-        untested: the sparse indexer too. Its choice is not SGLang's, key by key, and no engine has run it. Your own
-            plugin may call `register(untested=True)`.
+        untested: also changes the sparse indexer. Its choice is not SGLang's, key by key, and no engine has run it.
+            Your own plugin may call `register(untested=True)`.
     """
     change_on_import(CHANGES)
     if untested:
         change_on_import(sglang_indexer.CHANGES)
     try:
         _add_backend()
-    except Exception as error:  # whatever another version has done to its private modules
+    except Exception as error:  # another version may have changed its private modules in any way
         logger.warning(
             'cute_kernels: no attention backend "%s": %s: %s; written against SGLang %s',
             NAME, type(error).__name__, error, WRITTEN_AGAINST,
@@ -73,7 +73,7 @@ def attention_backend(runner: Any) -> Any:
     """Makes the backend "cute" for a model runner.
 
     Raises:
-        ValueError: the model has latent attention, whose backend is SGLang's own with a hook in it.
+        ValueError: the model has latent attention, which SGLang's own backend serves, changed by a hook.
     """
     if runner.use_mla_backend:
         raise ValueError(f'attention backend: got "{NAME}" for latent attention; needs "dsa", which {NAME} is part of')
@@ -83,11 +83,11 @@ def attention_backend(runner: Any) -> Any:
 
 
 def sparse_mla(original: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """What runs in the place of `DeepseekSparseAttnBackend._forward_flashmla_kv`, which pads heads to 64 or 128.
+    """Replaces `DeepseekSparseAttnBackend._forward_flashmla_kv`, which pads heads to 64 or 128.
 
     Args:
-        original: the method without the hook; it runs where no kernel takes the call.
-        backend: its self.
+        original: the method without the hook; it runs if no kernel takes the call.
+        backend: the backend that is the method's self.
         args: the method's, as `_sparse_mla` names them.
         kwargs: likewise.
 
@@ -111,10 +111,10 @@ def _sparse_mla(
     metadata: Any,
     page_table_1: torch.Tensor,
 ) -> torch.Tensor:
-    """Decodes; raises where no kernel takes the call.
+    """Decodes; raises if no kernel takes the call.
 
     Args:
-        backend: SGLang's.
+        backend: SGLang's backend.
         q_all: (tokens, heads * 576) or (tokens, heads, 576) bfloat16.
         kv_cache: the pool's rows of one layer, 656 bytes a token.
         v_head_dim: 512.
@@ -138,7 +138,7 @@ def _sparse_mla(
 
 
 def sparse_mla_refusal(backend: Any, q: torch.Tensor, layer: Any, v_head_dim: int) -> str | None:
-    """Why no kernel takes a call, in words; None where one does. The device comes first: elsewhere nothing is read."""
+    """Returns in words why no kernel takes a call; None if one does. The device is checked before all else."""
     reason = device_refusal(q.device)
     if reason is not None:
         return reason
@@ -163,11 +163,11 @@ def change_sparse_mla(module: types.ModuleType) -> None:
 
 
 def change_deepseek_v4(module: types.ModuleType) -> None:
-    """Lets `DeepseekV4AttnBackend._forward_attention` decode over another kernel, with the heads that are real.
+    """Makes `DeepseekV4AttnBackend._forward_attention` decode with our kernel and only the real heads.
 
-    That method stores tokens and chooses between kernels. FlashMLA's is an attribute which the constructor makes on an
-    NVIDIA GPU; a `V4Decode` takes its place in the first call. The backend is changed when SGLang imports it, since a
-    hook would load it in each process of a server, whatever it serves.
+    That method stores tokens and chooses between kernels. FlashMLA's kernel is an attribute that the constructor makes
+    on an NVIDIA GPU; a `V4Decode` replaces it in the first call. The backend is changed when SGLang imports it, because
+    a hook would load it in each process of a server, whatever that serves.
     """
 
     def around(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,7 +176,7 @@ def change_deepseek_v4(module: types.ModuleType) -> None:
             if decode is not None and not isinstance(decode, V4Decode):
                 self._flash_mla_with_kvcache = V4Decode(decode, say_once)
             layer = kwargs.get("layer", args[3] if len(args) > 3 else None)
-            with real_heads(getattr(layer, "tp_q_head_num", None)):  # changes from call to call if disaggregated
+            with real_heads(getattr(layer, "tp_q_head_num", None)):  # differs between calls if disaggregated
                 return method(self, *args, **kwargs)
 
         return forward_attention
@@ -189,4 +189,4 @@ CHANGES = {
     "sglang.srt.layers.attention.dsa_backend": change_sparse_mla,
     "sglang.srt.layers.attention.deepseek_v4_backend": change_deepseek_v4,
 }
-"""What is done to each module once SGLang has imported it."""
+"""The change of each module, made once SGLang has imported it."""

@@ -1,4 +1,4 @@
-"""SGLang's attention backend "cute": one token of each request decodes on `gqa_decode`, all else on FlashAttention 3.
+"""SGLang's attention backend "cute": `gqa_decode` decodes one token of each request, FlashAttention 3 does the rest.
 
 `cute_kernels.integrations.sglang` imports this module when a server asks for the backend; it imports SGLang. The base
 class keeps pages, lengths and CUDA graphs. Written against SGLang 0.5.23.
@@ -25,7 +25,7 @@ class CuteAttentionBackend(FlashAttentionBackend):
     """FlashAttention's backend with another kernel in `forward_decode`."""
 
     def forward_decode(self, *args: Any, **kwargs: Any) -> Any:
-        """Stores the new tokens and decodes; arguments and result as those of the base class, which runs otherwise."""
+        """Stores new tokens and decodes; arguments and result of the base class, which runs if `gqa_decode` cannot."""
         return or_original(
             self._decode, super().forward_decode,
             lambda reason: say_once(f"layers decode on FlashAttention 3: {reason}"), *args, **kwargs,
@@ -42,17 +42,17 @@ class CuteAttentionBackend(FlashAttentionBackend):
         sinks: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        """Stores and decodes; raises where `gqa_decode` does not take the call.
+        """Stores and decodes; raises if `gqa_decode` does not take the call.
 
         Args:
             q: (requests, heads * d) or (requests, heads, d) bfloat16 or float16.
-            k: (requests, kv_heads, d), stored before attention; None where it is stored already.
+            k: (requests, kv_heads, d), stored before attention; None if it is stored already.
             v: likewise.
             layer: the attention layer.
             forward_batch: the requests.
             save_kv_cache: whether to store `k` and `v`.
             sinks: (heads,), a sink logit per head.
-            others: what only the base class has; a value that is neither None nor False is refused.
+            others: arguments that only the base class has; a value that is neither None nor False is refused.
 
         Returns:
             (requests, heads * d) of q's dtype.
@@ -66,7 +66,7 @@ class CuteAttentionBackend(FlashAttentionBackend):
             self.token_to_kv_pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
         k_pages, v_pages = self.get_paged_mha_kv_cache(layer)
         scales = (layer.k_scale, layer.v_scale) if k_pages.dtype is torch.float8_e4m3fn else (None, None)
-        result = getattr(forward_batch, "_attn_output", None)  # where SGLang wants it; None: anywhere
+        result = getattr(forward_batch, "_attn_output", None)  # tensor that SGLang wants the result in; None: any
         out = gqa_decode(
             q.reshape(-1, 1, heads, layer.head_dim),
             k_pages,
@@ -77,7 +77,7 @@ class CuteAttentionBackend(FlashAttentionBackend):
             block_table=self.pages_of(layer),
             window=layer.sliding_window_size + 1
             if layer.sliding_window_size > -1
-            else None,  # theirs leaves out its own
+            else None,  # SGLang's window leaves out a query's own token
             softcap=float(layer.logit_cap) or None,
             s_aux=None if sinks is None else sinks.float(),
             softmax_scale=float(layer.scaling),
@@ -89,14 +89,14 @@ class CuteAttentionBackend(FlashAttentionBackend):
         return out.view(-1, heads * layer.head_dim)
 
     def pages_of(self, layer: Any) -> torch.Tensor:
-        """(requests, pages) int32: the block table of a layer. Layers with a window may have a pool of their own."""
+        """Returns a layer's block table, (requests, pages) int32. Layers with a window may have a pool of their own."""
         metadata = self.forward_metadata
         if layer.sliding_window_size > -1 and self.use_sliding_window_kv_pool:
             return metadata.swa_page_table
         return metadata.page_table
 
     def refusal(self, q: torch.Tensor, layer: Any, forward_batch: Any, others: dict[str, Any]) -> str | None:
-        """Why `gqa_decode` does not take a call, in words; None where it does."""
+        """Returns in words why `gqa_decode` does not take a call; None if it does."""
         reason = device_refusal(q.device)
         if reason is not None:
             return reason

@@ -1,7 +1,7 @@
-"""SGLang's sparse indexer: of DeepSeek-V3.2 and GLM-5 on `index_decode`, of V4 its choice alone, on `index_topk`.
+"""SGLang's sparse indexer: V3.2 and GLM-5 score and choose on `index_decode`; V4 only chooses, on `index_topk`.
 
-What is chosen is exact, in ascending order, and the same in all tensor-parallel ranks, so that none needs to be told of
-rank 0's choice. Decoding, verification and drafts alone: prompts keep SGLang's kernels. Written against SGLang 0.5.23;
+The choice is exact, in ascending order, and the same in all tensor-parallel ranks, so that none needs rank 0's choice.
+This serves only decoding, verification and drafts; prompts keep SGLang's kernels. Written against SGLang 0.5.23;
 imports no SGLang.
 """
 
@@ -47,19 +47,19 @@ def choose_keys(
     weights: torch.Tensor,
     metadata: Any,
 ) -> torch.Tensor:
-    """Scores and chooses; raises where `index_decode` does not take the call.
+    """Scores and chooses; raises if `index_decode` does not take the call.
 
     Args:
-        module: SGLang's, which knows the pool of this forward pass.
-        indexer: the layer's.
+        module: SGLang's module, which knows the pool of this forward pass.
+        indexer: the layer's indexer.
         forward_batch: not read: the metadata have a row for each query, whatever is decoded.
-        layer_id: of the pool.
+        layer_id: number of the layer in the pool.
         q_fp8: (tokens, heads, 128) float8_e4m3fn. Tokens past the real ones are padding.
         weights: (tokens, heads, 1) float32.
-        metadata: tables, repeated for each query, and what each query sees.
+        metadata: tables, repeated for each query, and each query's number of keys.
 
     Returns:
-        (tokens, topk) int32: slots, or positions where the attention looks up slots itself; -1 for none and in padding.
+        (tokens, topk) int32: slots, or positions if the attention looks up slots itself; -1 for none and in padding.
     """
     reason = refusal(metadata, q_fp8)
     if reason is not None:
@@ -67,7 +67,7 @@ def choose_keys(
     pool = module.get_token_to_kv_pool()
     keys, page_size = indexer._get_index_k_read_buffer(pool, layer_id), pool.index_page_size
     table, lengths = metadata.get_page_table_64(), metadata.get_seqlens_expanded()
-    query_tokens = metadata.get_dsa_extend_len_cpu()  # of each request, on the host
+    query_tokens = metadata.get_dsa_extend_len_cpu()  # query tokens of each request, on the host
     (tokens, heads, d), real = q_fp8.shape, sum(query_tokens)
     if d != INDEX_KEY.d_qk or weights.shape != (tokens, heads, 1):
         raise ValueError(f"weights of {tuple(weights.shape)} and queries of {tuple(q_fp8.shape)}: needs one a head")
@@ -84,7 +84,7 @@ def choose_keys(
         q_fp8[:real].reshape(batch, s_q, heads, d),
         weights[:real].reshape(batch, s_q, heads),
         keys.unflatten(1, (page_size, INDEX_KEY.token_bytes)),
-        block_table=table[::s_q],  # a request's tables are alike
+        block_table=table[::s_q],  # a request's queries have equal tables
         cache_seqlens=lengths.reshape(batch, s_q),
         topk=topk,
         first=indexer.num_init_tokens,
@@ -97,7 +97,7 @@ def choose_keys(
 
 
 def refusal(metadata: Any, q: torch.Tensor) -> str | None:
-    """Why `index_decode` does not take a call, in words; None where it may. The device comes first."""
+    """Returns in words why `index_decode` does not take a call; None if it may. The device is checked first."""
     reason = device_refusal(q.device)
     if reason is not None:
         return reason
@@ -109,7 +109,7 @@ def refusal(metadata: Any, q: torch.Tensor) -> str | None:
 
 
 def change_topk(module: types.ModuleType) -> None:
-    """Puts `choose_slots` in the place of the kernel that chooses slots from logits that others have made."""
+    """Replaces the kernel that chooses slots from given logits by `choose_slots`."""
 
     def choice_stays(reason: str) -> None:
         say_once(f"{CHOICE_STAYS}: {reason}")
@@ -129,16 +129,16 @@ def choose_slots(
     metadata: torch.Tensor,
     out_raw_indices: torch.Tensor | None = None,
 ) -> None:
-    """Writes the slots of the highest logits of each row; raises where `index_topk` does not take the call.
+    """Writes the slots of the highest logits of each row; raises if `index_topk` does not take the call.
 
     Args:
         scores: (rows, width) float32.
         seq_lens: (rows,) int32.
         page_tables: (rows, pages) int32; None, with which V4.1 chooses blocks, is refused.
-        out_page_indices: (rows, topk) int32, where to write.
-        page_size: of the tables.
+        out_page_indices: (rows, topk) int32 to write to.
+        page_size: page size of the tables.
         metadata: a plan, which only SGLang's own kernel needs.
-        out_raw_indices: positions, which are wanted besides in prompts: refused.
+        out_raw_indices: positions, which prompts also want: refused.
     """
     reason = device_refusal(scores.device)
     if reason is not None:
@@ -153,6 +153,6 @@ def choose_slots(
 
 CHANGES = {
     "sglang.srt.layers.attention.dsa.dsa_indexer": change_indexer,
-    "sglang.kernels.ops.attention.dsv4.topk": change_topk,  # others import the name from it, later
+    "sglang.kernels.ops.attention.dsv4.topk": change_topk,  # other modules import the name from it, later
 }
-"""What is done to each module once SGLang has imported it."""
+"""The change of each module, made once SGLang has imported it."""

@@ -7,8 +7,8 @@
     model.generate(**inputs, past_key_values=cute.CuteInt8Cache(model.config))    # without the cache: bfloat16 keys
 
 Importing this module registers the attention and its masks. It serves models that pass their window and sinks to the
-attention function, as all that support flash attention do: Llama, Qwen, Mistral, Gemma, gpt-oss. What no kernel of
-this package computes runs in plain torch, after one warning that says why.
+attention function, as all that support flash attention do: Llama, Qwen, Mistral, Gemma, gpt-oss. If no kernel of this
+package computes a call, plain torch does, after one warning that says why.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ DECODE_HEAD_DIMS, PREFILL_HEAD_DIMS = (64, 128, 256, 512), (64, 128)
 
 
 class _Request(NamedTuple):
-    """One call of the attention function; q, k, v as transformers has them, (batch, heads, tokens, d).
+    """A call of the attention function; q, k, v are as in transformers, (batch, heads, tokens, d).
 
-    packed  borders of packed queries and keys, which `mask` need not say again; None where each row is a sequence
-    starts  (batch,) int32, the first key of each row that queries see, where rows are padded on the left
+    packed  borders of packed queries and keys, which `mask` need not repeat; None if each row is a sequence
+    starts  (batch,) int32, the first key of each row that queries see, if rows are padded on the left
     """
 
     q: torch.Tensor
@@ -65,7 +65,7 @@ class _Request(NamedTuple):
 
     @property
     def decodes(self) -> bool:
-        """Whether `gqa_decode` may take it."""
+        """Whether `gqa_decode` may take the call."""
         return self.packed is None and self.q.shape[2] <= MAX_S_Q and not needs_grad(self.q, self.k, self.v, self.s_aux)
 
 
@@ -88,7 +88,7 @@ def cute_attention(
     position_ids: torch.Tensor | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function of "cute": a few query tokens by `gqa_decode`, more by `sink_attention`.
+    """The attention function of "cute": `gqa_decode` for a few query tokens, `sink_attention` for more.
 
     Under autocast tensors are cast to its dtype, as eager attention casts them.
 
@@ -101,18 +101,18 @@ def cute_attention(
             in the tokens of all rows; (batch, 1) int32, the first key of each row, for a few tokens after padding on
             the left; or (batch, 1, s_q, s_k), which plain torch applies.
         scaling: default d ** -0.5.
-        dropout: of attention weights; where it is not 0, plain torch runs.
-        sliding_window: a query sees at most so many tokens, its own included.
+        dropout: dropout of attention weights; if it is not 0, plain torch runs.
+        sliding_window: most tokens that a query sees, its own included.
         softcap: scores become softcap * tanh(score / softcap).
         s_aux: (heads,), a sink logit per head.
-        is_causal: default that of the module.
+        is_causal: default: the module's.
         cache: a paged cache of continuous batching, which is refused.
-        cu_seq_lens_q: (sequences + 1,) int32, where packed queries begin in the tokens of all rows; with it the mask
-            is not looked at. Tokens past the last sequence get 0.
-        cu_seq_lens_k: the same of keys; default cu_seq_lens_q.
+        cu_seq_lens_q: (sequences + 1,) int32, where packed queries begin in the tokens of all rows; with it the mask is
+            ignored. Tokens past the last sequence get 0.
+        cu_seq_lens_k: borders of keys; default cu_seq_lens_q.
         position_ids: (batch or 1, s_q). Without a mask, cu_seq_lens_q or earlier keys, a sequence begins wherever they
             do not count on by 1.
-        unused: what other implementations need.
+        unused: arguments for other implementations.
 
     Returns:
         (batch, s_q, heads, d), and None: no attention weights.
@@ -174,13 +174,13 @@ def cute_attention(
 
 
 def _is_whole(query: torch.Tensor, key: torch.Tensor, position_ids: torch.Tensor) -> bool:
-    """Whether there are no earlier keys, more than one token, and a position for each."""
+    """Returns whether there are no earlier keys, more than one token, and a position for each."""
     tokens = query.shape[2]
     return key.shape[2] == tokens > 1 and position_ids.dim() == 2 and position_ids.shape[1] == tokens
 
 
 def refusal(call: _Request) -> str | None:
-    """Why no kernel takes a call, in words; None where one does."""
+    """Returns in words why no kernel takes a call; None if one does."""
     q, d = call.q, call.q.shape[-1]
     if call.mask is not None and call.packed is None:
         return "attention_mask: padding of earlier keys, or a mask that is neither causal nor a window"
@@ -192,10 +192,10 @@ def refusal(call: _Request) -> str | None:
         return f"queries of {q.dtype}: kernels take bfloat16 and float16"
     if q.device.type not in ("cpu", "cuda") or (q.device.type == "cuda" and not is_sm90(q.device)):
         return f"device {q.device}: kernels need an SM90 GPU (H100, H200)"
-    # reasons name no number of tokens: each is one warning
+    # reasons name no number of tokens, so that each is one warning
     where = f"up to {MAX_S_Q} query tokens" if call.decodes else f"more than {MAX_S_Q} query tokens, or gradients"
     known = DECODE_HEAD_DIMS if call.decodes else PREFILL_HEAD_DIMS
-    v_dim = call.v.shape[-1] * (2 if call.v.dtype is torch.uint8 else 1)  # pairs of 4-bit codes
+    v_dim = call.v.shape[-1] * (2 if call.v.dtype is torch.uint8 else 1)  # a byte holds two 4-bit codes
     if v_dim != d or d not in known:
         return f"head dimensions {d} and {v_dim} with {where}: kernels take {known}"
     if call.softcap is not None and not call.decodes:
@@ -204,10 +204,10 @@ def refusal(call: _Request) -> str | None:
 
 
 def plain_attention(call: _Request) -> torch.Tensor:
-    """Attention in plain torch, which holds all scores: (batch, s_q, heads, d).
+    """Computes attention in plain torch, which holds all scores: (batch, s_q, heads, d).
 
-    A mask says all that a query sees; without one, `causal`, `window`, `packed` and `starts` do. A query that sees
-    nothing sees everything, as in eager attention: it is padding, and what it gets must be a number.
+    A mask says everything that a query sees; without one, `causal`, `window`, `packed` and `starts` do. A query that
+    sees nothing sees everything, as in eager attention: it is padding, and its result must be a number.
     """
     mask = call.mask
     if mask is None and call.packed is not None:
@@ -236,7 +236,7 @@ def plain_attention(call: _Request) -> torch.Tensor:
     k, v = (t.repeat_interleave(ratio, dim=1) for t in (call.k, call.v))
     scores = (call.q @ k.transpose(2, 3)).float() * call.scaling
     if call.softcap is not None:
-        cap = kernel_softcap(call.softcap)  # another one may be 0 or infinity in float32
+        cap = kernel_softcap(call.softcap)  # another cap may be 0 or infinity in float32
         scores = cap * torch.tanh(scores / cap)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
@@ -249,9 +249,9 @@ def plain_attention(call: _Request) -> torch.Tensor:
 
 
 def _check_window(module: Any, mask: torch.Tensor | None, sliding_window: int | None) -> None:
-    """A model with windows that keeps them to itself relies on masks, and `cute_mask` has no window in what it makes.
+    """Checks a model that keeps its windows to itself: it relies on masks, and `cute_mask` leaves windows out of them.
 
-    Only masks for plain torch say all.
+    Only masks for plain torch include windows.
     """
     index = getattr(module, "layer_idx", None)
     types = getattr(getattr(module, "config", None), "layer_types", None)
@@ -265,7 +265,7 @@ def _check_window(module: Any, mask: torch.Tensor | None, sliding_window: int | 
 
 
 def _rows(t: torch.Tensor) -> torch.Tensor:
-    """A cache in layout BNSH that TMA can read: rows contiguous, strides and address multiples of 16 bytes."""
+    """Returns a cache in layout BNSH that TMA can read: rows contiguous, strides and address multiples of 16 bytes."""
     step = 16 // t.element_size()
     good = t.stride(-1) == 1 and not any(n > 1 and s % step for n, s in zip(t.shape[:3], t.stride(), strict=False))
     return t if good and t.data_ptr() % 16 == 0 else t.contiguous()
@@ -289,15 +289,15 @@ def cute_mask(
     device: Any = "cpu",
     **others: Any,
 ) -> torch.Tensor | None:
-    """The mask function of "cute", called once a forward for each kind of layers.
+    """The mask function of "cute", called once a forward for each kind of layer.
 
-    Takes the keyword arguments that transformers calls mask functions with.
+    It takes the keyword arguments that transformers calls mask functions with.
 
     Returns:
-        None where `causal` and `sliding_window` say it all. Where they do within each sequence of a packed or padded
-        batch, (sequences + 1,) int32: where these begin in the tokens of all rows. Where they do for a few tokens after
-        rows that were padded on the left, (batch, 1) int32: the first key of each row. This reads positions and padding
-        on the host, so not while torch.compile traces: there `cu_seq_lens_q` says it. Else what "eager" would get.
+        None if `causal` and `sliding_window` describe the mask. If they do within each sequence of a packed or padded
+        batch, (sequences + 1,) int32: where sequences begin in the tokens of all rows. If they do for a few tokens
+        after rows padded on the left, (batch, 1) int32: the first key of each row. This reads positions and padding on
+        the host, so not while torch.compile traces: `cu_seq_lens_q` serves there. Else the mask of "eager".
     """
     plain = allow_is_causal_skip and isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     if plain and attention_mask is not None and is_traced():
@@ -317,7 +317,7 @@ def cute_mask(
         if borders is not None:
             return borders
     if plain and visible is not None and q_length <= MAX_S_Q:
-        if bool((visible[:, :-1] <= visible[:, 1:]).all()):  # each row: padding, then tokens
+        if bool((visible[:, :-1] <= visible[:, 1:]).all()):  # each row is padding, then tokens
             return (kv_length - visible.sum(dim=1, keepdim=True)).to(torch.int32)
     given = {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function, "use_vmap": use_vmap,
              "batch_size": batch_size, "device": device} | others  # fmt: skip
@@ -325,7 +325,7 @@ def cute_mask(
 
 
 def _is_window(mask_function: Any, size: int) -> bool:
-    """Whether a mask function is that of a window, and not of chunks of `size`: token `size` sees token 1."""
+    """Returns whether a mask function has a window, rather than chunks of `size`: token `size` sees token 1."""
     zero, query, key = (torch.tensor(n, dtype=torch.int64, device="cpu") for n in (0, size, 1))
     return bool(mask_function(zero, zero, query, key))
 

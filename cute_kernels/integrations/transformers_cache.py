@@ -1,6 +1,6 @@
-"""`CuteInt8Cache` of transformers.py: keys and values of a model in INT8 or 4 bits.
+"""`CuteInt8Cache` of transformers.py keeps keys and values of a model in INT8 or 4 bits.
 
-`GrowingLayer` and `say_once` serve transformers_mla.py as well.
+`GrowingLayer` and `say_once` also serve transformers_mla.py.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from cute_kernels.gqa.gather_op import dense
 from cute_kernels.gqa.plan import MAX_S_Q
 
 NAME = "cute"
-"""What `attn_implementation` and `set_attn_implementation` call the attention that reads these codes."""
+"""The name of the attention that reads these codes, for `attn_implementation` and `set_attn_implementation`."""
 LAYER = "_cute_int8_layer"
-"""Attribute of the keys that `CuteInt8Layer.update` returns: the layer, which has their scales."""
+"""Attribute of the keys that `CuteInt8Layer.update` returns; it is the layer, which has their scales."""
 FIRST_CAPACITY = 256  # tokens
 INT8 = "int8"
 STORED = (INT8, "int8_k_int4_v", "int4")
-"""Kinds of `kv_append` that a cache may have."""
+"""Kinds of `kv_append` that a cache may use."""
 
 
 @functools.cache
@@ -40,25 +40,25 @@ def check_max_length(max_length: int | None) -> None:
 
 
 class Positions:
-    """Slots of new tokens and lengths of sequences, which all layers of a cache share: made once a step."""
+    """Slots of new tokens and lengths of sequences, made once a step and shared by all layers of a cache."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[Any, torch.Tensor]] = {}
 
     def slots(self, batch: int, start: int, tokens: int, capacity: int, device: torch.device) -> torch.Tensor:
-        """(batch * tokens,) int64: where tokens `start` to `start + tokens` of each sequence lie."""
+        """Returns the slots of tokens `start` to `start + tokens` of each sequence, (batch * tokens,) int64."""
         rows = functools.partial(torch.arange, batch, dtype=torch.int64, device=device)
         some = functools.partial(torch.arange, start, start + tokens, dtype=torch.int64, device=device)
         key = (batch, start, tokens, capacity, device)
         return self._once("slots", key, lambda: (rows().unsqueeze(1) * capacity + some()).flatten())
 
     def lengths(self, batch: int, length: int, device: torch.device) -> torch.Tensor:
-        """(batch,) int32."""
+        """Returns the lengths, (batch,) int32."""
         make = functools.partial(torch.full, (batch,), length, dtype=torch.int32, device=device)
         return self._once("lengths", (batch, length, device), make)
 
     def table(self, batch: int, pages: int, device: torch.device) -> torch.Tensor:
-        """(batch, pages) int32: pages of each sequence, one sequence after the other."""
+        """Returns the pages of each sequence, one sequence after the other: (batch, pages) int32."""
         every = functools.partial(torch.arange, batch * pages, dtype=torch.int32, device=device)
         return self._once("table", (batch, pages, device), lambda: every().view(batch, pages))
 
@@ -70,9 +70,9 @@ class Positions:
 
 
 class GrowingLayer(DynamicLayer):
-    """A layer's tokens, as many of each sequence, in tensors that have room for more.
+    """A layer's tokens, equally many of each sequence, in tensors that have room for more.
 
-    Where these lie is all that it knows of a token; a subclass allocates them in `lazy_initialization`.
+    It only knows where tokens lie; a subclass allocates the tensors in `lazy_initialization`.
     """
 
     is_compileable = False
@@ -81,7 +81,7 @@ class GrowingLayer(DynamicLayer):
     stored: ClassVar[tuple[str, ...]]
     """Attributes that hold tokens; sequences are their first dimension."""
     token_dim: ClassVar[int]
-    """The dimension of each that counts tokens."""
+    """The dimension of each tensor that counts tokens."""
 
     def __init__(self, config: Any, positions: Positions, max_length: int | None = None) -> None:
         super().__init__()
@@ -89,37 +89,37 @@ class GrowingLayer(DynamicLayer):
         self.length = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has no config: its own would not say when the model that it serves gets another attention."""
+        """Pickles without the config: a copy's config would not notice when its model gets another attention."""
         return {**vars(self), "_config": None}
 
     def serves(self, name: str) -> bool:
-        """Whether the model's attention is the one of this name; False for a copy that none of ours has read yet."""
+        """Whether the model's attention has this name; False for a copy that no attention of ours has read yet."""
         return self._config is not None and self._config._attn_implementation == name
 
     def for_any_attention(self, keys: torch.Tensor, attribute: str) -> None:
-        """Of a copy: dequantized keys that one of our attentions may read as codes, which says whose config it is."""
+        """Marks a copy's dequantized keys with this layer: our attentions may read its codes and set its config."""
         if self._config is None:
             setattr(keys, attribute, self)
 
     def read_by(self, module: Any) -> None:
-        """Takes the config of the attention layer that reads, unless it has one."""
+        """Takes the config of the attention layer that reads, unless there is one."""
         if self._config is None:
             self._config = getattr(module, "config", None)
 
     @property
     def capacity(self) -> int:
-        """Tokens of a sequence that there is memory for."""
+        """Number of tokens of a sequence that memory is allocated for."""
         return self.keys.shape[self.token_dim]
 
     def new_slots(self, key_states: torch.Tensor, value_states: torch.Tensor) -> torch.Tensor:
-        """Makes room for tokens that come.
+        """Makes room for new tokens.
 
         Args:
             key_states: (batch, heads, tokens, d).
             value_states: likewise.
 
         Returns:
-            (batch * tokens,) int64, the slots for them.
+            (batch * tokens,) int64, the slots of the new tokens.
 
         Raises:
             ValueError: the cache is full, or has tokens of another batch.
@@ -128,7 +128,7 @@ class GrowingLayer(DynamicLayer):
         wanted = batch, key_states.device
         if not self.is_initialized or (self.length == 0 and (self.keys.shape[0], self.keys.device) != wanted):
             self.lazy_initialization(key_states, value_states)
-        if self.keys.shape[0] != batch:  # an append would skip the slots that the cache does not have
+        if self.keys.shape[0] != batch:  # an append would skip slots that the cache does not have
             raise ValueError(
                 f"key_states: got a batch of {batch}; needs {self.keys.shape[0]} sequences, of which the cache has"
                 " tokens, or reset() before"
@@ -137,7 +137,7 @@ class GrowingLayer(DynamicLayer):
         return self._positions.slots(batch, self.length, tokens, self.capacity, self.device)
 
     def _reserve(self, length: int) -> None:
-        """Makes room for so many tokens: twice as much as there was, which seldom plans the kernels anew."""
+        """Makes room for `length` tokens: twice as much as before, so that kernels are seldom planned anew."""
         capacity = self.capacity
         if length <= capacity:
             return
@@ -155,19 +155,19 @@ class GrowingLayer(DynamicLayer):
             setattr(self, name, more)
 
     def _written(self, t: torch.Tensor) -> torch.Tensor:
-        """The part of a tensor that has tokens."""
+        """Returns the part of a tensor that has tokens."""
         return t.narrow(self.token_dim, 0, self.length)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that the next call of so many queries sees."""
+        """Returns length and offset of the keys that the next call of `query_length` queries sees."""
         return self.length + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Tokens of a sequence."""
+        """Returns the number of tokens of a sequence."""
         return self.length
 
     def get_max_length(self) -> int:
-        """Tokens that it can hold; -1 where it grows."""
+        """Returns how many tokens the layer can hold; -1 if it grows."""
         return -1 if self.max_length is None else self.max_length
 
     def reset(self) -> None:
@@ -179,7 +179,7 @@ class GrowingLayer(DynamicLayer):
         self._move(torch.device("cpu"))
 
     def prefetch(self) -> None:
-        """Moves them back."""
+        """Moves all tokens back to the GPU."""
         self._move(self.device)
 
     def _move(self, device: torch.device) -> None:
@@ -188,7 +188,7 @@ class GrowingLayer(DynamicLayer):
                 setattr(self, name, getattr(self, name).to(device, non_blocking=True))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last tokens, `tokens_to_remove` at most 0 of them, as transformers counts."""
+        """Forgets the last tokens; `tokens_to_remove` is minus their number, or 0, as in transformers."""
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove: got {tokens_to_remove}; needs minus the number of tokens")
         self.length = max(self.length + int(tokens_to_remove), 0)  # 5.17 passes a tensor
@@ -208,7 +208,7 @@ class GrowingLayer(DynamicLayer):
         self._select(indices)
 
     def _select(self, indices: torch.Tensor) -> None:
-        """Of the tensors here alone: upstream's layer with an indexer selects its keys in each of the above."""
+        """Selects in these tensors only: upstream's layer with an indexer selects its keys in the methods above."""
         if self.is_initialized:
             for name in self.stored:
                 old = getattr(self, name)
@@ -216,11 +216,11 @@ class GrowingLayer(DynamicLayer):
 
 
 class CuteInt8Layer(GrowingLayer):
-    """The INT8 keys and values of a layer, (batch, kv_heads, capacity, d), and a scale for each token and head.
+    """The INT8 keys and values of a layer, (batch, kv_heads, capacity, d), with a scale for each token and head.
 
     With kind "int8_k_int4_v" values are d / 2 bytes, as `kv_append` stores them; with "int4" keys are too.
 
-    Layers with a window keep all tokens; the kernel reads only those in the window.
+    Layers with a window keep all tokens; the kernel only reads those in the window.
     """
 
     stored = ("keys", "values", "key_scales", "value_scales")
@@ -238,7 +238,7 @@ class CuteInt8Layer(GrowingLayer):
         self.scale_dtype, self.kind = scale_dtype, kind
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocates for keys and values like these."""
+        """Allocates tensors for keys and values of these shapes and dtypes."""
         self.dtype, self.device = key_states.dtype, key_states.device
         batch, heads, _, d = key_states.shape
         shape = (batch, heads, self.max_length or 0)
@@ -258,12 +258,12 @@ class CuteInt8Layer(GrowingLayer):
         Args:
             key_states: (batch, kv_heads, tokens, d) bfloat16 or float16.
             value_states: likewise.
-            args: not read.
-            kwargs: not read.
+            args: ignored.
+            kwargs: ignored.
 
         Returns:
-            What the attention function gets: of a prompt the tokens as they came; codes, which "cute" knows, for up to
-            8 tokens more; else all tokens, dequantized.
+            The attention function's inputs: the given tokens for a prompt; codes, which "cute" reads, for up to 8 later
+            tokens; else all tokens, dequantized.
 
         Raises:
             ValueError: the cache is full, has tokens of another batch, or `kv_append` refuses the tokens.
@@ -287,15 +287,15 @@ class CuteInt8Layer(GrowingLayer):
         return codes, self._written(self.values)
 
     def lengths(self) -> torch.Tensor:
-        """(batch,) int32, tokens of each sequence."""
+        """Returns the number of tokens of each sequence, (batch,) int32."""
         return self._positions.lengths(self.keys.shape[0], self.length, self.keys.device)
 
     def dense_keys(self, dtype: torch.dtype) -> torch.Tensor:
-        """All keys, dequantized: (batch, kv_heads, tokens, d)."""
+        """Returns all keys, dequantized: (batch, kv_heads, tokens, d)."""
         return dense(self._written(self.keys), self._written(self.key_scales), dtype)
 
     def dense_values(self, dtype: torch.dtype) -> torch.Tensor:
-        """All values, dequantized: (batch, kv_heads, tokens, d)."""
+        """Returns all values, dequantized: (batch, kv_heads, tokens, d)."""
         return dense(self._written(self.values), self._written(self.value_scales), dtype)
 
 
@@ -310,10 +310,10 @@ class CuteInt8Cache(Cache):
         scale_dtype: torch.dtype = torch.float32,
         kind: str = INT8,
     ) -> None:
-        """A cache for one batch of sequences of equal length.
+        """Makes a cache for one batch of sequences of equal length.
 
         Args:
-            config: of the model. With another attention than "cute" its layers get dequantized tokens.
+            config: the model's. Under another attention than "cute" its layers get dequantized tokens.
             max_length: tokens of a sequence, allocated at once; default: it grows by doubling.
             scale_dtype: float32 or float16.
             kind: "int8"; or with float32 scales "int8_k_int4_v", rotated 4-bit values: 0.39 of bfloat16's bytes with

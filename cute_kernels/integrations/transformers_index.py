@@ -1,7 +1,7 @@
 """Index keys of DeepSeek V3.2 and GLM-5 in FP8, for `CuteMlaCache(fp8_index=True)`: 132 bytes a token, not 256.
 
-Steps of up to 8 tokens are scored by `index_decode` from these bytes. A prompt is scored by the model's own indexer,
-over its keys as they come back from FP8.
+`index_decode` scores steps of up to 8 tokens from these bytes. The model's own indexer scores a prompt, over its keys
+after a round trip through FP8.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from fp8_mla import INDEX_KEY, read_pages, unpack_index_keys
 
 PAGE_SIZE = 64
 INDEXERS = {"DeepseekV32Indexer": "apply_rotary_pos_emb", "GlmMoeDsaIndexer": "apply_rotary_pos_emb_interleave"}
-"""Classes, and the functions of their modules that rotate the first elements of queries and keys."""
+"""Indexer classes, and the functions of their modules that rotate the first elements of queries and keys."""
 CHANGED = "_cute_fp8_index"
-"""Attribute of an indexer's `forward` that knows pages."""
+"""Attribute of an indexer's `forward` that reads pages."""
 SMALLEST = 1e-4
-"""The least magnitude that a scale of queries is for, as of keys."""
+"""The smallest magnitude that a scale of queries or keys is computed from."""
 
 
 class IndexPages:
-    """The keys of a layer, (batch, pages, 64, 132) uint8, as many tokens of each sequence."""
+    """The keys of a layer, (batch, pages, 64, 132) uint8, equally many tokens of each sequence."""
 
     def __init__(self, positions: Positions, max_length: int | None = None) -> None:
         self._positions, self._max_length = positions, max_length
@@ -50,7 +50,7 @@ class IndexPages:
     def _room(self, batch: int, length: int, device: torch.device) -> torch.Tensor:
         old, needed = self.pages, -(-length // PAGE_SIZE)
         if old is not None and (old.shape[0], old.device) != (batch, device):
-            old = None  # of another batch, whose tokens are forgotten
+            old = None  # the pages belong to another batch, whose tokens are forgotten
         if old is not None and needed <= old.shape[1]:
             return old
         count = -(-(self._max_length or FIRST_CAPACITY) // PAGE_SIZE) if old is None else old.shape[1]
@@ -62,7 +62,7 @@ class IndexPages:
         return self.pages
 
     def keys(self, dtype: torch.dtype) -> torch.Tensor:
-        """All keys, dequantized: (batch, tokens, 128)."""
+        """Returns all keys, dequantized: (batch, tokens, 128)."""
         assert self.pages is not None
         batch, count = self.pages.shape[:2]
         slots = self._positions.slots(batch, 0, self.length, count * PAGE_SIZE, self.pages.device)
@@ -70,16 +70,16 @@ class IndexPages:
         return unpack_index_keys(rows, torch.float32).to(dtype).view(batch, self.length, -1)
 
     def choose(self, q: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor, topk: int) -> torch.Tensor:
-        """The tokens with the highest scores, ascending.
+        """Returns the tokens with the highest scores, ascending.
 
         Args:
             q: (batch, s_q, heads, 128), after rotary encoding; s_q up to 8.
             weights: (batch, s_q, heads) float32, with all factors but the scale of q.
             mask: (batch or 1, s_q, tokens), bool or additive.
-            topk: how many; no more than there are tokens.
+            topk: number of tokens to choose; no more than exist.
 
         Returns:
-            (batch, s_q, topk) int32. Hidden tokens come last, and may be among them where others are too few.
+            (batch, s_q, topk) int32. Hidden tokens come last, and are chosen if there are too few others.
         """
         assert self.pages is not None
         batch, s_q = q.shape[:2]
@@ -93,8 +93,8 @@ class IndexPages:
             weights * scale,
             self.pages.flatten(0, 1),
             block_table=self._positions.table(batch, count, q.device),
-            cache_seqlens=lengths.view(batch, s_q),  # of the mask alone, which may be any, what a query sees
-            topk=0,  # logits alone
+            cache_seqlens=lengths.view(batch, s_q),  # any mask is allowed, so it alone says what a query sees
+            topk=0,  # only logits
             logits=logits,
         )
         seen = logits[..., : self.length]
@@ -105,7 +105,7 @@ class IndexPages:
         return index_topk(logits.flatten(0, 1), lengths, topk).view(batch, s_q, topk)
 
     def select(self, indices: torch.Tensor) -> None:
-        """Gives each sequence the keys of another, or keeps or repeats some."""
+        """Gives each sequence another's keys, or keeps or repeats some."""
         if self.pages is not None:
             self.pages = self.pages[indices.to(self.pages.device)]
 
@@ -116,7 +116,7 @@ class IndexPages:
 
 
 def check_index(config: Any) -> None:
-    """Raises for a model whose indexer `index_decode` does not take."""
+    """Raises for a model whose indexer `index_decode` does not support."""
     found = config.index_n_heads, config.index_head_dim, config.index_topk
     if found[0] not in HEADS or found[1] != INDEX_KEY.d_qk or found[2] > MAX_TOPK:
         raise ValueError(
@@ -126,7 +126,7 @@ def check_index(config: Any) -> None:
 
 
 def index_by_pages(modeling: types.ModuleType) -> None:
-    """Lets the indexer of a model score steps of few tokens by `index_decode`, where its cache has FP8 keys."""
+    """Makes a model's indexer score steps of few tokens by `index_decode`, if its cache has FP8 keys."""
     indexer: Any = next((getattr(modeling, name) for name in INDEXERS if hasattr(modeling, name)), None)
     original = getattr(indexer, "forward", None)
     if original is None or hasattr(original, CHANGED):
@@ -157,7 +157,7 @@ def _choose(
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     mask: torch.Tensor,
 ) -> torch.Tensor:
-    """What the indexer's `forward` computes, over pages."""
+    """Computes over pages what the indexer's `forward` computes."""
     rope = getattr(sys.modules[type(indexer).__module__], INDEXERS[type(indexer).__name__])
     q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, indexer.head_dim))
     k = indexer.k_norm(indexer.wk(hidden_states)).unsqueeze(2)

@@ -4,7 +4,7 @@
     model = AutoModelForCausalLM.from_pretrained(..., dtype=torch.bfloat16, attn_implementation="cute_mla")
     model.generate(**inputs, past_key_values=cute.CuteMlaCache(model.config))
 
-The cache keeps latents, 656 bytes a token, and the attention reads those that the indexer names: `kv_b_proj` is
+The cache keeps latents, 656 bytes a token, and the attention reads those that the indexer chooses: `kv_b_proj` is
 absorbed into queries and outputs, so keys and values are never expanded. For that, `expand_kv` of the two attention
 classes passes latents through while "cute_mla" is on. Without `CuteMlaCache`, plain torch runs.
 """
@@ -32,18 +32,18 @@ from cute_kernels.warm.shapes import MAX_MLA_HEADS
 from fp8_mla import QK_DIM, TOKEN_BYTES, V_DIM, unpack
 
 NAME = "cute_mla"
-"""What `attn_implementation` and `set_attn_implementation` call the attention that reads a `CuteMlaCache`."""
+"""The name of the attention that reads a `CuteMlaCache`, for `attn_implementation` and `set_attn_implementation`."""
 LAYER = "_cute_mla_layer"
-"""Attribute of the pages that `CuteMlaLayer.update` returns: the layer."""
+"""Attribute of the pages that `CuteMlaLayer.update` returns; it is the layer."""
 ORIGINAL = "_cute_mla_original"
-"""Attribute of an `expand_kv` that passes latents through: the one of transformers."""
+"""Attribute of an `expand_kv` that passes latents through; it is the original function of transformers."""
 ATTENTIONS = {"deepseek_v32": "DeepseekV32Attention", "glm_moe_dsa": "GlmMoeDsaAttention"}
-"""Classes by type of model."""
+"""Attention classes by type of model."""
 ROPE_DIM = QK_DIM - V_DIM
 WIDTH_STEP = 64
-"""Numbers of indices are multiples of it: a context that grows plans the kernel once in 64 tokens."""
+"""Numbers of indices are rounded up to a multiple of it, so a growing context replans once in 64 tokens."""
 HIDDEN = -1e4
-"""What an additive mask has at most where it hides a key: exp(-1e4) is 0 in float32."""
+"""Largest value of an additive mask that hides a key: exp(-1e4) is 0 in float32."""
 
 _say_once = functools.partial(say_once, NAME)
 
@@ -54,7 +54,7 @@ _say_once = functools.partial(say_once, NAME)
 class CuteMlaLayer(DynamicIndexedLayer, GrowingLayer):
     """The latents of a layer, (batch, capacity, 656) uint8: one page a sequence.
 
-    The indexer's keys are upstream's, or those of `index`.
+    The indexer's keys are upstream's tensors, or the pages of `index`.
     """
 
     stored = ("keys",)
@@ -63,16 +63,16 @@ class CuteMlaLayer(DynamicIndexedLayer, GrowingLayer):
     def __init__(
         self, config: Any, positions: Positions, max_length: int | None = None, index: IndexPages | None = None
     ) -> None:
-        GrowingLayer.__init__(self, config, positions, max_length)  # upstream's would call it without arguments
+        GrowingLayer.__init__(self, config, positions, max_length)  # upstream's __init__ calls it without arguments
         self.index = index
         self._forget_indexer()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocates for as many sequences as these latents have."""
+        """Allocates for the number of sequences of these latents."""
         self.dtype, self.device = key_states.dtype, key_states.device
         shape = (key_states.shape[0], self.max_length or 0, TOKEN_BYTES)
         self.keys = torch.zeros(shape, dtype=torch.uint8, device=self.device)
-        self._forget_indexer()  # 0 tokens of another batch do not concatenate
+        self._forget_indexer()  # even 0 tokens of another batch do not concatenate
         self.is_initialized = True
 
     def update(
@@ -83,14 +83,14 @@ class CuteMlaLayer(DynamicIndexedLayer, GrowingLayer):
         Args:
             key_states: (batch, 1, tokens, 512) bfloat16 or float16, which is rounded to bfloat16.
             value_states: (batch, 1, tokens, 64), the part with rotary encoding.
-            args: not read.
-            kwargs: not read.
+            args: ignored.
+            kwargs: ignored.
 
         Returns:
-            What `expand_kv` gets: the pages twice, which "cute_mla" knows; all latents, dequantized, for others.
+            The inputs of `expand_kv`: the pages twice, which "cute_mla" reads; or all latents, dequantized.
 
         Raises:
-            ValueError: the cache is full, has tokens of another batch, or these are no such latents.
+            ValueError: the cache is full, has tokens of another batch, or the latents have other shapes.
         """
         for name, states, width in (("key_states", key_states, V_DIM), ("value_states", value_states, ROPE_DIM)):
             if states.dim() != 4 or states.shape[1] != 1 or states.shape[3] != width:
@@ -108,19 +108,19 @@ class CuteMlaLayer(DynamicIndexedLayer, GrowingLayer):
             latents = self.latents(key_states.dtype)
             self.for_any_attention(latents[0], LAYER)
             return latents
-        pages = self.keys[:]  # another tensor: an attribute of self.keys would be a cycle
+        pages = self.keys[:]  # a new tensor, because an attribute of self.keys would be a cycle
         setattr(pages, LAYER, self)
         return pages, pages
 
     def latents(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """All tokens, dequantized: (batch, 1, tokens, 512) and (batch, 1, tokens, 64)."""
+        """Returns all tokens, dequantized: (batch, 1, tokens, 512) and (batch, 1, tokens, 64)."""
         kv = unpack(self._written(self.keys), torch.float32).to(dtype).unsqueeze(1)
         return kv[..., :V_DIM], kv[..., V_DIM:]
 
     def reset(self) -> None:
         """Forgets all tokens. The memory of latents is kept, for another batch of as many sequences."""
         super().reset()
-        self._forget_indexer()  # 5.17 sets its keys to zero and appends to them
+        self._forget_indexer()  # 5.17 would set its keys to zero and append to them
 
     def _forget_indexer(self) -> None:
         self.indexer_keys = self.indexer_position_ids = None
@@ -129,14 +129,14 @@ class CuteMlaLayer(DynamicIndexedLayer, GrowingLayer):
             self.index.length = 0
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Stores new keys of the indexer, (batch, tokens, 128), and returns all, as the model's indexer reads them."""
+        """Stores new keys of the indexer, (batch, tokens, 128), and returns all keys for the model's indexer."""
         if self.index is None:
             return super().update_indexer(indexer_key_states)
         self.index.append(indexer_key_states)
         return self.index.keys(indexer_key_states.dtype)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last tokens, as `GrowingLayer.crop`, and their keys of the indexer."""
+        """Forgets the last tokens, like `GrowingLayer.crop`, and their keys of the indexer."""
         super().crop(tokens_to_remove)
         if self.index is not None:
             self.index.length = min(self.index.length, self.length)
@@ -156,13 +156,13 @@ class CuteMlaCache(Cache):
     """A cache of 656 bytes a token and layer for `model.generate(past_key_values=...)`, and the indexer's keys."""
 
     def __init__(self, config: Any, *, max_length: int | None = None, fp8_index: bool = False) -> None:
-        """A cache for one batch of sequences of equal length, padding included.
+        """Makes a cache for one batch of sequences of equal length, padding included.
 
         Args:
-            config: of the model.
+            config: the model's.
             max_length: tokens of a sequence, allocated at once; default: it grows by doubling.
-            fp8_index: the indexer's keys too in FP8, 132 bytes a token in place of 256; `index_decode` scores steps of
-                up to 8 tokens. It chooses some 96% of the tokens that the model's own indexer would.
+            fp8_index: also keeps the indexer's keys in FP8, 132 bytes a token instead of 256; `index_decode` scores
+                steps of up to 8 tokens. It chooses some 96% of the tokens that the model's own indexer would.
 
         Raises:
             ValueError: a model of another type, with other latents or another indexer, or `max_length` below 1.
@@ -211,14 +211,14 @@ def cute_mla_attention(
     Args:
         module: the attention layer, of a class that `ATTENTIONS` names.
         query: (batch, heads, s_q, qk_nope_head_dim + 64).
-        key: the pages that a `CuteMlaCache` returns; of another cache or of none (batch, 1, tokens, 512).
+        key: the pages that a `CuteMlaCache` returns; with another cache or none (batch, 1, tokens, 512).
         value: the same pages; or (batch, 1, tokens, 64), the part with rotary encoding.
         attention_mask: (batch or 1, 1, s_q, tokens) bool, where True is seen, or additive.
-        scaling: of scores.
+        scaling: factor of scores.
         indices: (batch, s_q, topk) int32, the tokens that the indexer chose; hidden ones may be among them.
-        dropout: of attention weights; where it is not 0, plain torch runs.
+        dropout: dropout of attention weights; if it is not 0, plain torch runs.
         cache: a paged cache of continuous batching, which is refused.
-        unused: what other implementations need.
+        unused: arguments for other implementations.
 
     Returns:
         (batch, s_q, heads, v_head_dim), and None: no attention weights. 0 where a query sees no key of its indices.
@@ -254,7 +254,7 @@ def cute_mla_attention(
 def refusal(
     module: Any, query: torch.Tensor, mask: torch.Tensor, dropout: float, layer: CuteMlaLayer | None
 ) -> str | None:
-    """Why no kernel takes a call, in words; None where one does."""
+    """Returns in words why no kernel takes a call; None if one does."""
     if layer is None:
         return "another cache than CuteMlaCache, or none: the kernel reads 656-byte tokens"
     if dropout:
@@ -273,14 +273,14 @@ def refusal(
         return f"{heads} heads: the kernel takes up to {MAX_MLA_HEADS}"
     if mask.shape[1] != 1:
         return f"attention_mask: got one for each of {mask.shape[1]} heads; the kernel takes one for all"
-    # the mask function's are bool: only a mask that the caller made costs this synchronization
+    # the mask function makes bool masks: only a caller's own mask costs this synchronization
     if mask.dtype is not torch.bool and not bool(((mask == 0) | (mask <= HIDDEN)).all()):
         return "attention_mask: a bias of scores; the kernel takes masks that hide keys or do not"
     return None
 
 
 def _slots(indices: torch.Tensor, mask: torch.Tensor, capacity: int) -> torch.Tensor:
-    """(batch, s_q, topk, rounded up) int32: where the indices' tokens lie; -1 for those that the mask hides."""
+    """Returns slots of the indices' tokens, (batch, s_q, topk rounded up) int32; -1 for hidden tokens."""
     batch, s_q, topk = indices.shape
     seen = mask[:, 0] if mask.dtype is torch.bool else mask[:, 0] > HIDDEN
     seen = seen.expand(batch, -1, -1).gather(2, indices.long())
@@ -299,7 +299,7 @@ def _eager(
     scaling: float,
     dropout: float,
 ) -> torch.Tensor:
-    """What "eager" computes, with its function and its mask."""
+    """Computes what "eager" computes, with its function and its mask."""
     least = torch.finfo(query.dtype).min
     if mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, least)
@@ -315,15 +315,15 @@ def _eager(
 def cute_mla_mask(**given: Any) -> torch.Tensor:
     """The mask function of "cute_mla": (batch, 1, s_q, tokens) bool, never None, because the indexer reads it.
 
-    Takes the keyword arguments that transformers calls mask functions with.
+    It takes the keyword arguments that transformers calls mask functions with.
     """
     return sdpa_mask(**{**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
 
 
 def pass_latents(modeling: types.ModuleType) -> None:
-    """Lets `expand_kv` of a model's attention return what it gets where "cute_mla" is on.
+    """Makes `expand_kv` of a model's attention return its arguments while "cute_mla" is on.
 
-    transformers 5.17 caches what it returns; 5.23 and 5.24 cache latents, and call it with what the cache returned.
+    transformers 5.17 caches what it returns; 5.23 and 5.24 cache latents, and call it with the cache's result.
     """
     attention: Any = next((getattr(modeling, name) for name in ATTENTIONS.values() if hasattr(modeling, name)), None)
     original = getattr(attention, "expand_kv", None)

@@ -1,9 +1,9 @@
 """Packed and padded batches of transformers: which tokens of a batch are a sequence, found in O(tokens).
 
-A batch is *packed* if its tokens, row after row, are sequences within which attention is causal, with a window or
-without, and between which there is none. A run of padding counts as a sequence of its own: every token of the batch
-then belongs to one, and nothing as large as tokens x tokens is made. Two things say so: the mask function that most
-models make of padding and positions, and the positions themselves where a model (gpt-oss) leaves them out of its mask.
+A batch is *packed* if its tokens, row after row, are sequences: attention is causal within each, with a window or
+without, and there is none between them. A run of padding counts as a sequence of its own. So each token belongs to one,
+and nothing of tokens x tokens elements is made. There are two sources: the mask function that most models make of
+padding and positions, and the positions if a model (gpt-oss) leaves them out of its mask.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 def packed_borders(
     sees: MaskFunction, padding: torch.Tensor | None, batch: int, tokens: int, window: int | None, device: torch.device
 ) -> torch.Tensor | None:
-    """Where sequences of a batch begin and the last one ends, (sequences + 1,) int32; None if it is not packed.
+    """Finds where sequences of a batch begin and the last one ends, (sequences + 1,) int32; None if it is not packed.
 
-    A sequence begins where a token does not see the one before it. Whether the mask then is that of sequences is looked
-    at in eight places of each query. Padding hides keys, so each row may have one run of other tokens. This waits for
-    the device twice.
+    A sequence begins where a token does not see the one before it. Eight places of each query are then compared with
+    the mask of such sequences. Padding hides keys, so each row may have one run of other tokens. This waits for the
+    device twice.
 
     Args:
         sees: transformers' mask function, without padding.
-        padding: (batch, tokens) bool, False for padding; None where there is none.
-        batch: rows.
-        tokens: of a row.
-        window: a token sees at most so many, its own included.
-        device: of the result.
+        padding: (batch, tokens) bool, False for padding; None without padding.
+        batch: number of rows.
+        tokens: tokens of a row.
+        window: most tokens that a token sees, its own included.
+        device: device of the result.
     """
     if not batch * tokens:
         return None
@@ -63,18 +63,18 @@ def packed_borders(
 
 
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""For each tensor of positions: its version and the batch at that time, and its borders. Layers share positions."""
+"""By tensor of positions: its version and batch when it was read, and its borders. Layers share positions."""
 
 
 def borders_of_positions(position_ids: torch.Tensor, batch: int) -> torch.Tensor | None:
-    """Where sequences begin whose positions count on by 1, (sequences + 1,) int32; None if each row is one sequence.
+    """Finds where sequences of consecutive positions begin, (sequences + 1,) int32; None if each row is one sequence.
 
     It waits for the device once for each tensor and each change of it, so once a forward. torch.compile cannot have a
-    graph for each number of sequences: what it traces takes rows as they are, and fails where positions say otherwise.
+    graph for each number of sequences: traced calls take each row as a sequence, and fail if positions disagree.
 
     Args:
         position_ids: (batch or 1, tokens) integers.
-        batch: rows.
+        batch: number of rows.
 
     Raises:
         RuntimeError: a compiled model found packed positions; on a GPU this is a device-side assertion.
@@ -106,7 +106,7 @@ def each_sequence(
     v: torch.Tensor,
     cu_seqlens: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """An attention without packing over each packed sequence alone: (batch, s_q, heads, d).
+    """Runs an attention without packing on each packed sequence by itself: (batch, s_q, heads, d).
 
     Args:
         attend: takes q, k and v of one sequence, (1, heads, tokens, d) each; returns (1, s_q, heads, d).

@@ -1,4 +1,4 @@
-"""`merge_states`: combine attention over disjoint sets of keys."""
+"""`merge_states` combines attention over disjoint sets of keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_MAX_DIMS = 5  # n, batch, s, heads, d: what the kernel takes
+_MAX_DIMS = 5  # dimensions that the kernel takes: n, batch, s, heads, d
 
 
 @MERGE.describe
@@ -54,7 +54,7 @@ def merge_states(
 
 
 def merge_request(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
-    """`merge_states` for adapters of this package, which may ask for `headers`: on a GPU only states of one call count.
+    """Runs `merge_states` for adapters of this package, which may ask for `headers`: a GPU then merges one call only.
 
     Raises:
         TypeError, ValueError: as `merge_states`.
@@ -73,10 +73,10 @@ def merge_request(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class PreparedLaunch(NamedTuple):
-    """What stays the same while the shapes of a call do.
+    """Facts that stay the same while the shapes of a call do.
 
-    launch    the kernel, by name
-    out_like, lse_like   templates
+    launch    the kernel, called by name
+    out_like, lse_like   templates of out and lse
     apart     see `Operator.check_addresses`
     """
 
@@ -87,7 +87,7 @@ class PreparedLaunch(NamedTuple):
 
 
 _prepared: PreparedLaunches[tuple[Any, ...], PreparedLaunch] = PreparedLaunches()
-"""The key is all that kernels are chosen by and all that they do not check themselves."""
+"""Prepared launches. The key has what selects a kernel and what the kernel does not check itself."""
 
 
 def _launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,7 +121,7 @@ def _launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
 def _prepare(key: tuple[Any, ...], request: Request) -> PreparedLaunch:
     """Loads the kernel after all checks.
 
-    On a CPU, or without rows, another function replaces it. That one checks nothing, so it is not kept.
+    On a CPU, or without rows, another function replaces the kernel. It checks nothing, so it is not kept.
     """
     check(request)
     outs, out, lse = request["outs"], request["out"], request["lse"]
@@ -146,7 +146,7 @@ def _prepare(key: tuple[Any, ...], request: Request) -> PreparedLaunch:
         **MERGE.facts_of(request),
     )
     prepared = PreparedLaunch(by_name(MERGE, get_kernel(spec), spec.kernel), *templates, set())
-    # of more dimensions the kernel sees views and cannot tell whether the shapes agree: each call is checked
+    # with more dimensions the kernel sees views and cannot tell whether the shapes agree: each call is checked
     return prepared if len(shape) > _MAX_DIMS else _prepared.keep(key, prepared, device)
 
 
@@ -164,7 +164,7 @@ def _merge_on_cpu(
 
 
 def check(request: Request) -> None:
-    """Raises what is wrong with the arguments, by name."""
+    """Checks the arguments; an error names the wrong one."""
     outs, s_aux, out, lse = request["outs"], request["s_aux"], request["out"], request["lse"]
     _check_outs(outs)
     check_tensor("outs", outs, align=VECTOR_BYTES, unit_last_stride=True)
@@ -180,7 +180,7 @@ def check(request: Request) -> None:
         check_tensor("lse", lse, dtype=torch.float32, shape=shape[1:-1], device=device)
     require(math.prod(shape[1:-1]) < 2**31, "outs", f"shape {shape}", "fewer than 2^31 rows")
     if len(shape) > _MAX_DIMS and out is not None and lse is not None:
-        _views(out, lse)  # raises where the kernel's views do not exist, on a CPU too
+        _views(out, lse)  # raises if the kernel's views do not exist, on a CPU too
     if device.type != "cpu":
         require_sm90("outs", device)
     MERGE.check_outputs(request)
@@ -197,14 +197,14 @@ def _check_outs(outs: torch.Tensor) -> None:
 
 
 def _views(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The outputs with all leading dimensions but the last two as one."""
+    """Views the outputs with all leading dimensions but the last two as one."""
     *leading, s, heads, d = out.shape
     rows = (math.prod(leading), s, heads)
     return _view("out", out, (*rows, d)), _view("lse", lse, rows)
 
 
 def _view(name: str, t: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """`t` in another shape, without a copy, because it is written."""
+    """Views `t` in another shape, without a copy, because it is written."""
     try:
         return t.view(shape)
     except RuntimeError:
@@ -216,7 +216,7 @@ _merge_or_explain = launch_or_explain(MERGE, _launch, check)
 
 
 def _run(request: Request) -> None:
-    """The operator, for torch.compile and CPU tensors."""
+    """The torch operator, for torch.compile and CPU tensors."""
     _merge_or_explain(request)
 
 

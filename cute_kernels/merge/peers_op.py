@@ -1,4 +1,4 @@
-"""`merge_with_peers`: one launch that exchanges states with the GPUs of a group and merges them."""
+"""`merge_with_peers` exchanges states with the GPUs of a group and merges them, in one launch."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from cute_kernels.runtime.compile import get_kernel
 from cute_kernels.runtime.launch import PreparedLaunches, do_nothing
 
 NUM_COUNTS = CTAS
-_MAX_DIMS = 4  # of out: batch, s, heads, d
+_MAX_DIMS = 4  # dimensions of out: batch, s, heads, d
 _prepared: PreparedLaunches[tuple[Any, ...], Callable[..., None]] = PreparedLaunches()
 
 
 class PeerMemory(NamedTuple):
     """Memory that the ranks of a group share, as one rank sees it.
 
-    rank        this one
+    rank        number of this rank
     peers       (ranks,) int64: addresses of all ranks' buffers, `buffer_bytes` long; flags are 0 at first
     counts      (NUM_COUNTS,) int32: launches so far, in memory of this GPU; 0 at first
-    report      address of an int32 in pinned memory: 0, or one more than the rank that was waited for in vain
-    half_bytes  of a buffer for one launch
+    report      address of an int32 in pinned memory: 0, or 1 + the rank that did not answer in time
+    half_bytes  bytes of a buffer for one launch
     limit_ns    nanoseconds to wait for a peer
     """
 
@@ -40,17 +40,17 @@ class PeerMemory(NamedTuple):
 
 
 def buffer_bytes(half_bytes: int) -> int:
-    """Of a rank's buffer: flags, and a half for odd launches and one for even ones."""
+    """Returns the bytes of a rank's buffer: flags, and a half for odd launches and one for even ones."""
     return FLAG_BYTES + 2 * half_bytes
 
 
 def needed_bytes(rows: int, d: int, dtype: torch.dtype, world_size: int) -> int:
-    """Of half a buffer, for a result of so many rows, rounded up to keep both halves aligned."""
+    """Returns the bytes of half a buffer for a result of `rows` rows, rounded up to keep both halves aligned."""
     return -(-world_size * rows * (d * dtype.itemsize + VECTOR_BYTES) // 128) * 128
 
 
 def unsupported(shape: tuple[int, ...], dtype: torch.dtype, world_size: int) -> str:
-    """In words, why a result (..., heads, d) cannot be merged so; empty if it can."""
+    """Returns in words why a result (..., heads, d) cannot be merged this way; empty if it can."""
     if len(shape) > _MAX_DIMS:
         return f"the result has {len(shape)} dimensions; {_MAX_DIMS} are the most"
     if world_size > MAX_RANKS:
@@ -68,13 +68,13 @@ def merge_with_peers(
 
     Args:
         rows: (..., all heads, row bytes) uint8, contiguous: d values, then the float32 log-sum-exp, padded to 16 bytes.
-        memory: with halves of `needed_bytes` at least.
+        memory: shared memory of the ranks, whose halves have `needed_bytes` or more.
         s_aux: (heads,) float32, or None.
-        out: (..., heads, d): all heads, or the rank-th of as many equal parts as there are ranks.
+        out: (..., heads, d): all heads, or part number `rank` if the ranks share the heads equally.
         lse: (..., heads) float32.
 
     Raises:
-        ValueError: the GPU is not an SM90, or the shapes are those of `unsupported`, or need larger halves.
+        ValueError: the GPU is not an SM90, or `unsupported` refuses the shapes, or they need larger halves.
     """
     key = (out.get_device(), out.shape, out.dtype, s_aux is None, memory.half_bytes, memory.peers.shape)
     kernel = _prepared.get(key) or _prepare(key, memory, s_aux, out)

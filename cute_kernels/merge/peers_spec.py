@@ -1,4 +1,4 @@
-"""What is fixed at compile time in the kernel that exchanges states with peers and merges them."""
+"""Compile-time facts of the kernel that exchanges states with peers and merges them."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 from cute_kernels.merge.spec import ITEMSIZE, MAX_D, MAX_LANES, VECTOR_BYTES, MergeSpec
 
 CTAS = 128
-"""Of every launch, whatever its rows: each counts its own launches, and all their counts stay equal. Two fit on an SM,
-so that all are there at the same time on a card of 64 SMs or more."""
+"""CTAs of every launch, whatever its rows: each counts its own launches, and all their counts stay equal. Two fit on an
+SM, so that all run at the same time on a card of 64 SMs or more."""
 MAX_RANKS = 64
 FLAG_BYTES = MAX_RANKS * CTAS * 4
-"""At the beginning of a rank's buffer: a flag for each CTA of each rank."""
+"""Bytes at the beginning of a rank's buffer: a flag for each CTA of each rank."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class PeerMergeSpec:
     """Compile-time facts of `kernels.peers.PeerMergeKernel`: constructor argument and cache key.
 
     d         values of a row, a multiple of 8 up to 512
-    dtype     of states and result: "float32", "bfloat16" or "float16"
+    dtype     dtype of states and result: "float32", "bfloat16" or "float16"
     has_sink  an `s_aux` joins the denominator
     """
 
@@ -45,16 +45,16 @@ class PeerMergeSpec:
 
     @property
     def merge(self) -> MergeSpec:
-        """How a row is merged: one vector for each lane, all ranks of a host in one round."""
+        """The merge of a row: one vector for each lane, all ranks of a host in one round."""
         lanes = min(1 << (self.row_vectors - 2).bit_length(), MAX_LANES)
         return MergeSpec(self.d, self.dtype, self.dtype, self.has_sink, has_lse=True, lanes=lanes, headers=True)
 
     @property
     def expected(self) -> dict[str, Any]:
-        """What the compiled kernel is held to: 128 registers let two CTAs share an SM.
+        """Limits of the compiled kernel: 128 registers let two CTAs share an SM.
 
         A release at system scope is a fence and a store, an acquire a load after which L1 is dropped. The second strong
-        store is the report of a wait in vain.
+        store is the report of an expired wait.
         """
         ordered = ("MEMBAR.ALL.SYS", "LDG.E.STRONG.SYS", "CCTL.IVALL")
         return {
@@ -65,7 +65,7 @@ class PeerMergeSpec:
 
 
 def shipped_specs() -> list[PeerMergeSpec]:
-    """MLA in bfloat16, GQA, and the widest row."""
+    """Returns specs for MLA in bfloat16, for GQA, and for the widest row."""
     return [
         PeerMergeSpec(512, "bfloat16", has_sink=False),
         PeerMergeSpec(512, "bfloat16", has_sink=True),

@@ -10,7 +10,7 @@ from cute_kernels.runtime.ops import Operator, Option, Output
 
 
 class Inputs(TypedDict):
-    """What `merge_states` is called with by position.
+    """Positional arguments of `merge_states`.
 
     outs: (n, ..., d) float32, bfloat16 or float16, n >= 1, d a multiple of 8 up to 512; often
         (n, batch, s_q, heads, d). Rows are contiguous and start at multiples of 16 bytes.
@@ -23,7 +23,7 @@ class Inputs(TypedDict):
 
 
 class Options(TypedDict, total=False):
-    """What `merge_states` is called with by name.
+    """Keyword arguments of `merge_states`.
 
     s_aux: (heads,) float32, where heads is the last of the dimensions "...": sink logits that join the denominator
         once. The pairs must not contain them already. -inf is no sink, +inf makes the output 0.
@@ -38,9 +38,9 @@ class Options(TypedDict, total=False):
 
 
 class Request(Inputs, Options, total=False):
-    """All that a call of `merge_states` says.
+    """All arguments of a `merge_states` call, hidden ones included.
 
-    headers  in memory a 32-bit word of the call follows each log-sum-exp; rows whose states differ in it become NaN
+    headers  a 32-bit word of the call follows each log-sum-exp in memory; a row whose states differ in it becomes NaN
     """
 
     headers: Annotated[bool, Option(False, fact=bool, hidden=True, later=True)]

@@ -1,4 +1,4 @@
-"""What is fixed at compile time in the merge kernel, and which variant suits which launch."""
+"""Compile-time facts of the merge kernel, and which variant serves which launch."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_D = 512
 
-VECTOR_BYTES = 16  # of a load
-BLOCK_SCALE_VALUES = 64  # neighbours that share a block scale, where states have them
+VECTOR_BYTES = 16  # bytes of a load
+BLOCK_SCALE_VALUES = 64  # neighbours that share a block scale, if states have block scales
 LOADS_IN_FLIGHT = 8  # 16-byte loads of a thread: 32 registers
 MIN_THREADS = 128
 MAX_LANES = 128
@@ -22,9 +22,9 @@ def _power_of_two_at_least(n: int) -> int:
 
 
 def _sum_alike(lanes: int, fewer: int, num_states: int) -> bool:
-    """Whether a row's weights are added up in one order with `lanes` threads across a row and with `fewer`.
+    """Whether a row's weights are added up in the same order with `lanes` and with `fewer` threads across a row.
 
-    A warp's worth of lanes, or more, is the same 32 of them. Fewer lanes than states hold several each.
+    With a warp's worth of lanes or more, the same 32 lanes add. With fewer lanes than states each adds several.
     """
     return min(lanes, WARP) == min(fewer, WARP) or num_states <= fewer
 
@@ -34,14 +34,14 @@ class MergeSpec:
     """Compile-time facts of `kernels.merge.MergeKernel`: constructor argument and cache key.
 
     d          values of a row, a multiple of 8 up to 512
-    in_dtype   of the states, out_dtype of the result: "float32", "bfloat16" or "float16"
+    in_dtype   dtype of the states; out_dtype of the result: "float32", "bfloat16" or "float16"
     has_sink   an `s_aux` joins the denominator
     has_lse    the merged log-sum-exp is wanted
     lanes      threads across a row; a power of two up to 128
-    groups     of such threads that share the states of one row among them; a power of two
+    groups     groups of such threads among which the states of a row are divided; a power of two
     loads      16-byte loads that a thread has in flight
-    block_scales  64 neighbouring values of a state are kept divided by a float32, so that float16 holds them
-    eager      states are read before their log-sum-exps have come, empty ones as well
+    block_scales  a float32 divides each 64 neighbouring values of a state, so that float16 holds them
+    eager      states are read before their log-sum-exps have arrived, empty states as well
     inf_if_empty  the merged log-sum-exp of empty states is +inf instead of -inf
     headers    a word follows each log-sum-exp; a row whose states differ in it becomes NaN
     """
@@ -74,11 +74,11 @@ class MergeSpec:
         has_lse: bool = True,
         headers: bool = False,
     ) -> "MergeSpec":
-        """The variant for `rows` rows of `num_states` states each.
+        """Chooses the variant for `rows` rows of `num_states` states each.
 
-        Many rows of few states, or of small ones: a thread takes two vectors or more, so that an SM holds more rows.
-        That is done only where it changes no bit: a row's bits depend on its states, not on the rows beside it. So
-        states are added in their order, by one group of threads; two groups gain with few rows of many states.
+        Many rows of few or small states: a thread takes two vectors or more, so that an SM holds more rows. This
+        happens only if it changes no bit: a row's bits depend on its states, not on the rows beside it. So one group of
+        threads adds states in order, though two would gain with few rows of many states.
 
         Microseconds on an H200, for 512 float32 into bfloat16:
 
@@ -139,7 +139,7 @@ class MergeSpec:
 
     @property
     def weight_lanes(self) -> int:
-        """Threads among which the weights of a row are distributed: its own, a warp at most."""
+        """Threads among which the weights of a row are distributed: its own threads, a warp at most."""
         return min(WARP, self.lanes * self.groups)
 
     @property
@@ -149,17 +149,17 @@ class MergeSpec:
 
     @property
     def chunk(self) -> int:
-        """States whose weights are made at once: a round, and one for each weight lane at least."""
+        """States whose weights are made at once: a round, and at least one for each weight lane."""
         return max(self.weight_lanes, self.round)
 
     @property
     def weights(self) -> int:
-        """Of a chunk, that a thread makes."""
+        """Weights of a chunk that a thread makes."""
         return self.chunk // self.weight_lanes
 
     @property
     def sum_shape(self) -> tuple[int, int, int, int]:
-        """Of the sums of a row that its groups leave for the first one, float32 in shared memory."""
+        """Shape of the sums of a row that its groups leave for the first group, float32 in shared memory."""
         return self.vector, self.lanes, self.vectors, self.groups - 1
 
     @property
@@ -174,7 +174,7 @@ class MergeSpec:
 
 
 def shipped_specs() -> list[MergeSpec]:
-    """Float32 partials into bfloat16, and a cross-section of what else `merge_states` may ask for."""
+    """Returns float32 partials into bfloat16, and a cross-section of the other variants of `merge_states`."""
     split = MergeSpec.for_launch(
         rows=128, num_states=64, d=512, in_dtype="float32", out_dtype="bfloat16", has_sink=True
     )

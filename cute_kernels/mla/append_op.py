@@ -51,7 +51,7 @@ def mla_fp8_append(
 
 _Launch = Callable[..., None]
 _prepared: PreparedLaunches[tuple[Any, ...], _Launch] = PreparedLaunches()
-"""Kernels by name; the key is all that they are chosen by and all that they do not check themselves."""
+"""Prepared launches: kernels by name. The key has what selects a kernel and what the kernel does not check itself."""
 
 
 def _launch(request: AppendRequest) -> None:
@@ -62,12 +62,12 @@ def _launch(request: AppendRequest) -> None:
         kv.get_device(), kv.shape, cache.shape, cache.stride(), cache.dtype, slots.dtype, APPEND.key(request),
     )  # fmt: skip
     if cache.shape[-1] != TOKEN_BYTES:
-        # rows of a planar page lie where no stride says, and the kernel does not check that there is memory
+        # no stride says where rows of a planar page are, and the kernel does not check that they are inside of memory
         key = (*key, cache.untyped_storage().nbytes() - cache.storage_offset())
     if holds(cache, (kv.data_ptr(), slots.data_ptr())):
         check(request)
     launch = _prepared.get(key) or _prepare(key, request)
-    # a view of the pages without checks: the key's shape and dtype passed them
+    # a view of the pages, unchecked: the key's shape and dtype passed the checks
     if cache.dtype is not torch.uint8:
         cache = cache.view(torch.uint8)
     if cache.dim() == 4:
@@ -78,7 +78,7 @@ def _launch(request: AppendRequest) -> None:
 def _prepare(key: tuple[Any, ...], request: AppendRequest) -> _Launch:
     """Loads the kernel after all checks.
 
-    On a CPU, or without tokens, another function replaces it. That one checks nothing, so it is not kept.
+    On a CPU, or without tokens, another function replaces the kernel. It checks nothing, so it is not kept.
     """
     checked, kv = check(request), request["kv"]
     if kv.device.type == "cpu":
@@ -90,9 +90,9 @@ def _prepare(key: tuple[Any, ...], request: AppendRequest) -> _Launch:
 
 
 def prepare_append(tokens: int, token_format: TokenFormat, layout: PageLayout) -> _Launch:
-    """The launch of an append of `tokens` tokens, 1 at least, to pages of one layout; compiled where it has to be.
+    """Returns the launch of an append of `tokens` (1 or more) tokens to pages of one layout; compiles it if necessary.
 
-    It holds for other numbers of tokens as well, where it may be slower. The kernel checks dtypes, sizes, alignment and
+    It also works for other numbers of tokens, where it may be slower. The kernel checks dtypes, sizes, alignment and
     devices of the tensors. It does not check that the rows of `layout` lie in a page, that their strides are multiples
     of 16 bytes (8 for the scale rows of V4), or that there are fewer than 2^31 slots.
 
@@ -113,14 +113,14 @@ def _append_on_cpu(
 
 
 class Checked(NamedTuple):
-    """The format of a cache, and where its rows are."""
+    """The format of a cache, and where its pages have the rows of tokens."""
 
     token_format: TokenFormat
     layout: PageLayout
 
 
 def check(request: AppendRequest) -> Checked:
-    """Raises what is wrong with the arguments, by name."""
+    """Checks the arguments; an error names the wrong one."""
     kv, cache, slots = request["kv"], request["kv_cache"], request["slot_mapping"]
     check_tensor("kv", kv, dtype=torch.bfloat16, shape=(None, None), align=_ALIGN, unit_last_stride=True)
     APPEND.check_options(request)

@@ -1,4 +1,4 @@
-"""What is fixed at compile time in the append kernel."""
+"""Compile-time facts of the MLA append kernel."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,19 +16,19 @@ BUDGETS = {
     ("float8_e4m3fn", "float8_e8m0fnu"): (UE8M0_REGISTERS, UE8M0_INSTRUCTIONS),
     ("float4_e2m1fn_x2", "float8_e4m3fn"): (E2M1_REGISTERS, E2M1_INSTRUCTIONS),
 }
-"""By dtypes of codes and scales: registers of a thread by tokens a warp, and the instructions that make it fast."""
+"""Budgets by dtypes of codes and scales: registers of a thread by tokens per warp, and required instructions."""
 OTHER_BUDGET = (E2M1_REGISTERS, ("LDG.E.128",))
-"""Of other dtypes, until their kernel has been measured: the most registers of those above."""
+"""The budget for other dtypes, until their kernel has been measured: the most registers of those above."""
 
 
 @dataclass(frozen=True)
 class MlaAppendSpec:
     """Compile-time facts of `kernels.append.MlaAppendKernel`: constructor argument, cache key.
 
-    tokens_per_warp  tokens whose loads a warp issues together: 1, 2 or 4. More keep more bytes in flight, fewer spread
-                     a short call over more SMs
+    tokens_per_warp  tokens whose loads a warp issues together: 1, 2 or 4. More tokens keep more bytes in flight, fewer
+                     spread a short call over more SMs
     warps            warps of a CTA
-    cache_format     a key of `FORMATS`. Whether pages are planar or interleaved is said at run time
+    cache_format     a key of `FORMATS`. The launch says whether pages are planar or interleaved
     """
 
     tokens_per_warp: int = 2
@@ -39,7 +39,7 @@ class MlaAppendSpec:
 
     @classmethod
     def for_launch(cls, tokens: int, cache_format: str = V3_2.name) -> "MlaAppendSpec":
-        """The variant for a call: one token a warp up to 32 warps for each of 132 SMs, then two."""
+        """Chooses the variant for a call: one token a warp up to 32 warps for each of 132 SMs, then two."""
         return cls(tokens_per_warp=1 if tokens <= 132 * 32 else 2, cache_format=cache_format)
 
     def can_implement(self) -> list[str]:
@@ -60,5 +60,5 @@ class MlaAppendSpec:
 
 
 def shipped_specs() -> list[MlaAppendSpec]:
-    """Every specification that a call can ask for."""
+    """Returns every specification that a call can ask for."""
     return [MlaAppendSpec.for_launch(tokens, name) for name in FORMATS for tokens in (1, 65536)]

@@ -1,4 +1,4 @@
-"""The formats of a call's caches, and what can be wrong with the arguments of `mla_fp8_decode`."""
+"""The formats of a call's caches, and the checks of the arguments of `mla_fp8_decode`."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from fp8_mla.pages import check_pages
 
 MAX_HEADS = 128
 MAX_SLOTS = 2**31
-"""Fewer than these: indices are int32."""
+"""A cache has fewer slots than this, because indices are int32."""
 NEEDS_KEYS = "either indices (sparse; topk_length is optional), or block_table and cache_seqlens (dense)"
-_ALIGN = 16  # bytes: loads of the kernels
+_ALIGN = 16  # bytes: alignment of the kernels' loads
 
 
 class Formats(NamedTuple):
-    """What a call's caches hold. `extra` is None where there is one cache."""
+    """The formats of a call's caches. `extra` is None if there is one cache."""
 
     first: TokenFormat
     extra: TokenFormat | None
 
 
 def formats_of(request: Request) -> Formats:
-    """The formats of a call's caches: those that it names, or that bytes and q say.
+    """Returns the formats of a call's caches: those that the call names, or that its bytes and q imply.
 
     Raises:
-        ValueError: they say nothing or too much, or no call has such a pair.
+        ValueError: the formats are unknown or ambiguous, or the two caches do not go together.
     """
     first = _first_format(request)
     if request["extra_kv_cache"] is None:
@@ -48,7 +48,7 @@ def _first_format(request: Request) -> TokenFormat:
 
 
 def check(request: Request) -> None:
-    """Raises what is wrong with the arguments of a call, by name."""
+    """Checks the arguments of a call; an error names the wrong one."""
     q = request["q"]
     check_tensor("q", q, dtype=torch.bfloat16, shape=(None, None, None, None), align=_ALIGN, unit_last_stride=True)
     device = q.device
@@ -77,7 +77,7 @@ def check(request: Request) -> None:
 
 
 def check_width(sparse: bool, width: int, page_size: int, extra_width: int = 0) -> None:
-    """Raises for more keys of a query than 32-bit positions count."""
+    """Raises if a query has more keys than 32-bit positions can count."""
     name, got = ("indices", f"topk {width}") if sparse else ("block_table", f"{width} pages of {page_size} tokens")
     keys = width if sparse else width * page_size
     if extra_width:
@@ -88,7 +88,7 @@ def check_width(sparse: bool, width: int, page_size: int, extra_width: int = 0) 
 def check_cache(name: str, cache: torch.Tensor, token_format: TokenFormat, cache_layout: str | None) -> PageLayout:
     """Raises unless kernels can read and write a cache of this format; returns the layout of its pages.
 
-    A planar cache says nothing by the strides within its pages.
+    The strides within the pages of a planar cache have no meaning.
     """
     pages, layout = check_pages(cache, token_format, cache_layout, name=name)
     rows = pages if layout.cache_layout == "interleaved" else pages[:, 0]
@@ -99,14 +99,14 @@ def check_cache(name: str, cache: torch.Tensor, token_format: TokenFormat, cache
 
 
 def check_exchange(formats: Formats, exchange: str | None) -> None:
-    """Raises for an exchange that kernels of these formats do not have."""
+    """Raises for an exchange that kernels of these formats do not support."""
     names = [token_format.name for token_format in formats if token_format is not None]
     if exchange not in (None, "none") and names != [V3_2.name]:
         fail("exchange", f"{exchange!r} with {' and '.join(names)}", f"None or 'none', or one cache of {V3_2.name}")
 
 
 def _check_cache_tensor(name: str, cache: torch.Tensor, device: torch.device) -> None:
-    """What a cache of any format has to be."""
+    """Checks what a cache of any format has to be."""
     check_tensor(name, cache, dtype=CACHE_DTYPES, device=device, unit_last_stride=True)
     shape = tuple(cache.shape)
     if cache.dim() not in (3, 4) or (cache.dim() == 4 and shape[2] != 1):
@@ -114,7 +114,7 @@ def _check_cache_tensor(name: str, cache: torch.Tensor, device: torch.device) ->
 
 
 def _check_keys(request: Request) -> None:
-    """Either indices, or a block table and lengths."""
+    """Checks that a call has either indices, or a block table and lengths."""
     q, indices, topk_length = request["q"], request["indices"], request["topk_length"]
     block_table, cache_seqlens = request["block_table"], request["cache_seqlens"]
     if indices is not None:
@@ -134,7 +134,7 @@ def _check_keys(request: Request) -> None:
 
 
 def _check_indices(prefix: str, indices: torch.Tensor, length: torch.Tensor | None, q: torch.Tensor) -> None:
-    """Indices into one cache and how many of them count, by names that begin with `prefix`."""
+    """Checks indices into one cache and their number; `prefix` begins the names of the arguments."""
     batch, s_q = q.shape[:2]
     shape: tuple[int | None, ...] = (batch, s_q, None)
     name = f"{prefix}indices"
@@ -147,7 +147,7 @@ def _check_indices(prefix: str, indices: torch.Tensor, length: torch.Tensor | No
 
 
 def _check_extra(request: Request, layout: PageLayout) -> TokenFormat | None:
-    """A second cache and its indices, all of them or none; returns the cache's format."""
+    """Checks that a second cache and its indices are given together or not at all; returns the cache's format."""
     cache, indices, length = request["extra_kv_cache"], request["extra_indices"], request["extra_topk_length"]
     if cache is None:
         others = {"extra_indices": indices, "extra_topk_length": length}

@@ -1,4 +1,4 @@
-"""Launches of `mla_fp8_decode`: look up what is prepared, prepare what is new."""
+"""Launches of `mla_fp8_decode`: looks up the prepared launch, or prepares it."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from fp8_mla.pages import check_pages
 _NO_EXTRA = dict.fromkeys(
     ("mExtraKV", "mExtraIndex", "mExtraLength", "extra_data_stride", "extra_scale_offset", "extra_scale_stride")
 )
-"""Arguments of a kernel of two caches where a call has one."""
+"""The kernel's arguments for a second cache."""
 
 
 class PreparedLaunch(NamedTuple):
-    """All that stays the same while the shapes of a call do.
+    """Facts that stay the same while the shapes of a call do.
 
-    launch      the kernel, by name; None if there is no key
-    read        which caches the kernel reads: (0,), (1,) where the first has no key, or (0, 1)
-    is_checked  whether every call is checked: of a cache that the kernel does not read it checks nothing, and a tensor
+    launch      the kernel, called by name; None if there is no key
+    read        which caches the kernel reads: (0,), (1,) if the first has no key, or (0, 1)
+    is_checked  whether every call is checked: the kernel does not check a cache that it does not read, and a tensor
                 whose tokens overlap does not reach to the end of its scale rows
     need        scratch memory
-    no_sink, no_length   stand for arguments that are left out
-    out_like    a template
-    unread_lse  for callers that want no lse
+    no_sink, no_length   replace arguments that are left out
+    out_like    a template of out
+    unread_lse  receives the lse of callers that want none
     apart       see `Operator.check_addresses`
     """
 
@@ -57,7 +57,7 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     """Launches a call, or raises before any launch.
 
     Args:
-        request: unchecked. Errors for wrong arguments may be of any kind: `launch_or_explain` replaces them.
+        request: unchecked. Wrong arguments may raise any error: `launch_or_explain` replaces it.
 
     Returns:
         out (batch, s_q, h_q, 512) bfloat16 and lse (batch, s_q, h_q) float32.
@@ -120,7 +120,7 @@ def launch(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _length(index: torch.Tensor, length: torch.Tensor | None, no_length: torch.Tensor) -> torch.Tensor:
-    """How many indices count, for each query."""
+    """Returns how many indices count, for each query."""
     if length is None:
         return no_length
     if index.dim() == 3 and length.dim() == 1:
@@ -131,7 +131,7 @@ def _length(index: torch.Tensor, length: torch.Tensor | None, no_length: torch.T
 
 
 def _pages(cache: torch.Tensor) -> torch.Tensor:
-    """The cache as (num_pages, page_size, bytes) uint8."""
+    """Views the cache as (num_pages, page_size, bytes) uint8."""
     pages = cache
     if pages.dtype is not torch.uint8:
         if pages.dtype is not torch.float8_e4m3fn:
@@ -141,7 +141,7 @@ def _pages(cache: torch.Tensor) -> torch.Tensor:
 
 
 def _prepare(key: tuple[Any, ...], request: Request) -> PreparedLaunch:
-    """Plans a call and loads its kernel. What the kernel does not check itself is checked here, or is in the key."""
+    """Plans a call and loads its kernel. Checks, or puts into the key, what the kernel does not check itself."""
     check(request)
     q, indices, device = request["q"], request["indices"], request["q"].device
     batch, s_q, h_q, _ = q.shape
@@ -170,7 +170,7 @@ def _prepare(key: tuple[Any, ...], request: Request) -> PreparedLaunch:
             cache_format=first.name,
             extra_format=second.name if second else "",
             extra_keys=widths[1] if second else 0,
-            # of two caches of V3.2, one without keys is no reason for other roundings
+            # with two caches of V3.2, roundings stay the same if one of them has no key
             of_two=len(caches) > len(read) and first.name == V3_2.name,
             num_splits=request["num_splits"],
             exchange=request["exchange"],
@@ -207,7 +207,7 @@ def _prepare(key: tuple[Any, ...], request: Request) -> PreparedLaunch:
 
 
 def _rows(prefix: str, pages: torch.Tensor, token_format: TokenFormat | None, layout: str | None) -> dict[str, int]:
-    """Where a page has the rows of its tokens, as kernels take it."""
+    """Returns where a page has the rows of its tokens, in the form that kernels take."""
     assert token_format is not None
     _, found = check_pages(pages, token_format, layout)
     return {f"{prefix}{name}": getattr(found, name) for name in ("data_stride", "scale_offset", "scale_stride")}
@@ -215,7 +215,7 @@ def _rows(prefix: str, pages: torch.Tensor, token_format: TokenFormat | None, la
 
 @memory.once_per_device
 def _zero_row(device: torch.device) -> torch.Tensor:
-    """(656,) uint8, the token that masked keys read; kept as long as the process: graphs hold its address."""
+    """Makes the token that masked keys read, (656,) uint8; kept for ever, because graphs hold its address."""
     memory.require_not_capturing(device)
 
     def make() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`mla_fp8_decode`: launch what is prepared, prepare what is new, explain what is refused."""
+"""The public function `mla_fp8_decode`."""
 
 from __future__ import annotations
 
@@ -60,17 +60,17 @@ def mla_fp8_decode(
     if len(request) != len(DECODE.defaults):
         DECODE.refuse_unknown(options)
     if isinstance(q, torch.Tensor) and q.is_cuda and not (torch.is_grad_enabled() or is_traced()):
-        out, lse = _decode_on_gpu(request)  # as `decode_request` does, a call sooner
+        out, lse = _decode_on_gpu(request)  # like `decode_request`, without one Python call
     else:
         out, lse = decode_request(request)
     return (out, lse) if return_lse else out
 
 
 def decode_request(request: Request) -> Both:
-    """`mla_fp8_decode` for adapters of this package, which may ask for `inf_if_empty`.
+    """Runs `mla_fp8_decode` for adapters of this package, which may ask for `inf_if_empty`.
 
     Returns:
-        out and lse, as of `mla_fp8_decode`; with `inf_if_empty` lse of a query without keys is +inf.
+        out and lse, as of `mla_fp8_decode`; with `inf_if_empty` the lse of a query without keys is +inf.
 
     Raises:
         TypeError, ValueError: as `mla_fp8_decode`.
@@ -91,7 +91,7 @@ def decode_request(request: Request) -> Both:
 
 
 def _run(request: Request) -> None:
-    """The operator, for torch.compile and CPU tensors."""
+    """The torch operator, for torch.compile and CPU tensors."""
     if request["q"].is_cuda:
         _decode_on_gpu(request)
         return

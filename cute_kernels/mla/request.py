@@ -26,7 +26,7 @@ Layout = Annotated[str | None, Option(check=check_one_of(CACHE_LAYOUTS), planned
 
 
 class Inputs(TypedDict):
-    """What `mla_fp8_decode` is called with by position.
+    """Positional arguments of `mla_fp8_decode`.
 
     q: (batch, s_q, h_q, d_qk) bfloat16, 1 <= h_q <= 128, s_q >= 1. Rows contiguous and 16-byte aligned. d_qk is 576
         for "v3.2", 512 for the other formats.
@@ -41,7 +41,7 @@ class Inputs(TypedDict):
 
 
 class Options(TypedDict, total=False):
-    """What `mla_fp8_decode` is called with by name.
+    """Keyword arguments of `mla_fp8_decode`.
 
     indices: sparse: (batch, s_q, topk) int32, each ``page * page_size + offset``. Indices outside of the cache are
         masked, at any position.
@@ -55,7 +55,7 @@ class Options(TypedDict, total=False):
     s_aux: (h_q,) float32, a logit per head in natural-log units that joins the softmax denominator alone.
     num_splits: number of CTAs that split the keys of each query. Default: planned from the shapes. For several queries
         with lengths the plan is a balanced schedule: each CTA gets an equal share of all their keys.
-    exchange: what two CTAs with 64 heads each send each other of every key that one of them has gathered: "codes",
+    exchange: form in which two CTAs of 64 heads each send each other every key that one of them has gathered: "codes",
         its 656 bytes; "values", 16-bit numbers; or "none", where each CTA gathers all keys. Default: "none". With more
         than 64 heads and a given number of splits all three give the same bits.
     scores: "exact", the only value and the default: S = Q K^T is a float32 sum of exact products. The log-sum-exp is
@@ -69,7 +69,7 @@ class Options(TypedDict, total=False):
         or ("v4.1", "v4.1_fp4"); not "v4.1_fp4" twice.
     extra_indices: (batch, s_q, extra_topk) int32, as `indices`: slots of the second cache.
     extra_topk_length: as `topk_length`, for `extra_indices`.
-    extra_cache_format: as `cache_format`. Default: what pairs with the first and has as many bytes.
+    extra_cache_format: as `cache_format`. Default: the format that pairs with the first and has as many bytes.
     out: (batch, s_q, h_q, 512) bfloat16 to write to; rows contiguous and 16-byte aligned. It may be q itself if q has
         512 columns, and shares memory with no other argument.
     lse: (batch, s_q, h_q) float32 to write to. It shares memory with no other argument.
@@ -97,10 +97,10 @@ class Options(TypedDict, total=False):
 
 
 class Request(Inputs, Options, total=False):
-    """All that a call of `mla_fp8_decode` says.
+    """All arguments of a `mla_fp8_decode` call, hidden ones included.
 
     inf_if_empty  a query without keys has an lse of +inf, as in FlashMLA, instead of -inf; for adapters
-    return_lse    whether lse is wanted where it is not given
+    return_lse    whether the caller wants lse, if it is not given
     """
 
     inf_if_empty: Annotated[bool, Option(False, fact=bool, hidden=True, later=True)]
@@ -111,7 +111,7 @@ DECODE = Operator("mla_fp8_decode", Inputs, Options, Request)
 
 
 class AppendInputs(TypedDict):
-    """What `mla_fp8_append` is called with by position.
+    """Positional arguments of `mla_fp8_append`.
 
     kv: (tokens, 576) bfloat16: 512 latent elements, then 64 with rotary encoding; (tokens, 512) for formats other
         than "v3.2". Rows are contiguous and start at multiples of 16 bytes; any distance between rows.
@@ -130,7 +130,7 @@ class AppendInputs(TypedDict):
 
 
 class AppendOptions(TypedDict, total=False):
-    """What `mla_fp8_append` is called with by name.
+    """Keyword arguments of `mla_fp8_append`.
 
     cache_format: as `mla_fp8_decode` takes it. Default: "v3.2" for 656 bytes a token with 576 columns of kv,
         "v3.2_nope" with 512, which leaves the other bytes of a slot alone; "v4" for 584; "v4.1_fp4" for 288. 528
@@ -143,7 +143,7 @@ class AppendOptions(TypedDict, total=False):
 
 
 class AppendRequest(AppendInputs, AppendOptions):
-    """All that a call of `mla_fp8_append` says."""
+    """Arguments of a `mla_fp8_append` call."""
 
 
 APPEND = Operator("mla_fp8_append", AppendInputs, AppendOptions, AppendRequest)

@@ -1,4 +1,4 @@
-"""What is fixed at compile time in the MLA decode kernel."""
+"""Compile-time facts of the MLA decode kernel."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
@@ -9,27 +9,27 @@ from fp8_mla.formats import FORMATS, PAIRS, V3_2, TokenFormat
 WIDE = 64  # heads of a CTA, at most
 NARROW = (8, 16, 32)  # heads of a CTA for fewer of them
 HALF = 32
-FEW = 16  # up to here S and O leave registers for six warpgroups
-WGMMA_ROWS = 64  # of an accumulator: M of an instruction
+FEW = 16  # up to this many heads S and O leave registers for six warpgroups
+WGMMA_ROWS = 64  # rows of an accumulator: M of an instruction
 TOKENS_PER_TILE = 64  # keys of a key tile: the rows of S^T, and the columns that P^T and V^T share
-MAX_KEYS = 2**31 - 2**15  # of a query: the end of the last of 256 equal parts still fits into 32 bits
+MAX_KEYS = 2**31 - 2**15  # keys of a query: the end of the last of 256 equal parts still fits into 32 bits
 WORK_TILE_OVERHEAD = 2  # key tiles that a work tile costs in addition to its own, in a balanced schedule
-CUT_TILES = 5  # key tiles that a cut through a query costs: a work tile more, and a merge
+CUT_TILES = 5  # key tiles that a cut through a query costs: one more work tile, and a merge
 MERGE_LANES = (0, 32, 128)
-MASKED_SCALE = 2.0**-6  # of a masked key, float32: in range of the weights of V, so its tile takes the fast path
+MASKED_SCALE = 2.0**-6  # scale of a masked key, float32: in range of the weights of V, so its tile takes the fast path
 PARTIAL_FLOATS = V3_2.d_v // 2 + V3_2.d_v // BLOCK_SCALE_VALUES + 1  # float16 O, block scales, LSE
-LINE_BYTES = 128  # of a key's row in shared memory: one row of the 128-byte swizzle
+LINE_BYTES = 128  # bytes of a line of a key's row in shared memory: one row of the 128-byte swizzle
 ROLES = ("load", "QK", "PV 0", "PV 1")  # warpgroups, as a traced kernel numbers them; load includes the softmax
-EVENTS = (("wait", "load", "softmax"), ("wait", "QK", "store S"), ("wait", "PV"), ("wait", "PV"))  # of a key tile
+EVENTS = (("wait", "load", "softmax"), ("wait", "QK", "store S"), ("wait", "PV"), ("wait", "PV"))  # steps of a key tile
 
 
 def scale_row(kind: TokenFormat) -> int:
-    """Bytes of a key's scales in a stage: its scale row, or its scales where there is one row a token."""
+    """Bytes of a key's scales in a stage: its scale row, or only its scales if a token is a single row."""
     return kind.row_bytes[1] if len(kind.row_bytes) > 1 else kind.scales.num_bytes
 
 
 def expands(kind: TokenFormat) -> bool:
-    """Whether a role makes codes of others in a stage: a key's row is shorter than its codes, a byte each."""
+    """Whether codes are expanded in a stage: a key's row is shorter than its codes, at a byte each."""
     return kind.codes.num_bytes < kind.codes.count
 
 
@@ -43,7 +43,7 @@ class Roles(NamedTuple):
 
 
 class Registers(NamedTuple):
-    """Of a thread of each role. `softmax` is 0 where the load warpgroup makes P."""
+    """Registers of a thread of each role. `softmax` is 0 if the load warpgroup makes P."""
 
     load: int
     qk: int
@@ -58,17 +58,17 @@ class MlaDecodeSpec:
     sparse       keys come from a list of slots per query; otherwise from a block table and a length per request
     merge_lanes  threads that merge a row of partials: several CTAs share the keys of a query, each writes a float16
                  partial, and CTAs with higher numbers merge. 0: one CTA has all keys
-    heads        of a CTA: 64, or 8, 16 or 32 where there are no more
+    heads        heads of a CTA: 64, or 8, 16 or 32 for a call of no more
     balanced     CTAs have equal shares of the key tiles of all queries, by the lengths on the device, instead of whole
                  queries or equal parts of each. A query that is cut is merged
     trace        the roles store timestamps (device/trace.py)
     inf_if_empty  a query without keys has a log-sum-exp of +inf, as in FlashMLA, instead of -inf
-    cache_format  of the cache, a name of `fp8_mla.formats.FORMATS`
-    extra_format  of a second cache that joins the same softmax; "" where there is none
-    of_two       the call has a second cache of V3.2, without any key: roundings are those of two caches
+    cache_format  format of the cache, a name of `fp8_mla.formats.FORMATS`
+    extra_format  format of a second cache that joins the same softmax; "" without one
+    of_two       the call has a second cache of V3.2 without any key: it rounds as with two caches
 
-    Sinks, lengths and the log-sum-exp are always there (a sink of -inf, a length of topk): they cost nothing
-    measurable, and each fact less halves the number of kernels.
+    Sinks, lengths and the log-sum-exp always exist (a sink of -inf, a length of topk): they cost nothing measurable,
+    and each fact less halves the number of kernels.
     """
 
     sparse: bool
@@ -83,13 +83,13 @@ class MlaDecodeSpec:
 
     kernel: ClassVar[str] = "cute_kernels.mla.kernels.decode:MlaDecodeKernel"
     cluster: ClassVar[int] = 1  # CTAs that share the keys of a query token and split
-    p_stages: ClassVar[int] = 2  # of P, and of what the softmax stores with it
+    p_stages: ClassVar[int] = 2  # stages of P, and of what the softmax stores with it
     expanded_ahead: ClassVar[int] = 2  # key tiles that PV expands before its products; loads are as far ahead at least
-    launch_registers: ClassVar[dict[int, int]] = {512: 128, 768: 80}  # of a thread, by threads of a CTA
+    launch_registers: ClassVar[dict[int, int]] = {512: 128, 768: 80}  # registers of a thread, by threads of a CTA
 
     @property
     def compile_options(self) -> str:
-        """Levels at which ptxas spills no register, or few where tiles have two formats.
+        """The register-usage level at which ptxas spills no register, or few if tiles have two formats.
 
         Levels 0 and 7 differ by up to 6% in speed (64 heads).
         """
@@ -98,7 +98,7 @@ class MlaDecodeSpec:
 
     @property
     def own_level(self) -> int:
-        """The level of two caches, with 64 heads, where it is not that of other tiles; else 0."""
+        """Register-usage level of ptxas for of two caches with 64 heads; 0 means no override."""
         if not self.has_extra or self.heads < WIDE:
             return 0
         if len(self.kinds) > 1:
@@ -134,7 +134,7 @@ class MlaDecodeSpec:
 
     @property
     def kinds(self) -> tuple[TokenFormat, ...]:
-        """The formats that key tiles have: one, or that of the cache and that of the second one."""
+        """The formats that key tiles have: one, or the formats of both caches."""
         if self.extra_format in ("", self.cache_format):
             return (self.token_format,)
         return (self.token_format, FORMATS[self.extra_format])
@@ -156,15 +156,15 @@ class MlaDecodeSpec:
 
     @property
     def float_scales(self) -> bool:
-        """Whether scales are float32: products of codes are scaled then, else keys are, which is exact."""
+        """Whether scales are float32: QK then scales products of codes, else it scales keys, which is exact."""
         return self.token_format.scales.dtype == "float32"
 
     @property
     def splits_p(self) -> bool:
         """Whether P is two bfloat16 numbers in key tiles whose scales are far apart; see `PvWarpgroups.add_bfloat16`.
 
-        One cache of V3.2 does without: its dense key tiles with 64 heads would take 330 us instead of 270, by the order
-        in which ptxas then has the instructions of all tiles.
+        A single cache of V3.2 does without: its dense key tiles with 64 heads would take 330 us instead of 270, because
+        ptxas then orders the instructions of all tiles differently.
         """
         return not self.is_plain
 
@@ -175,38 +175,38 @@ class MlaDecodeSpec:
 
     @property
     def rope_is_value(self) -> bool:
-        """Whether a rope part is a value too, so that it stays in its stage until PV has read it."""
+        """Whether a rope part is a value too, and stays in its stage until PV has read it."""
         return self.has_rope and self.d_qk == self.token_format.d_v
 
     @property
     def code_lines(self) -> int:
-        """Lines of `LINE_BYTES` that a key's codes take in a stage, where each is a byte."""
+        """Lines of `LINE_BYTES` that a key's codes take in a stage, at a byte each."""
         return max(-(-kind.codes.count // LINE_BYTES) for kind in self.kinds)
 
     @property
     def scale_bytes(self) -> int:
-        """Of a key in a stage."""
+        """Bytes of a key's scales in a stage."""
         return max(scale_row(kind) for kind in self.kinds)
 
     @property
     def expands(self) -> bool:
-        """Whether a role makes codes of others: of one of the formats."""
+        """Whether a role expands codes of one of the formats."""
         return any(map(expands, self.kinds))
 
     @property
     def load_expands(self) -> bool:
-        """Whether that is the load warpgroup: where it does nothing else."""
+        """Whether the load warpgroup expands: it does if it has no other work."""
         return self.expands and self.few_heads
 
     @property
     def pv_expands(self) -> bool:
-        """Whether these are the PV warpgroups: where the load warpgroup has the softmax, which is on the path of S."""
+        """Whether PV expands: it does if the load warpgroup has the softmax, on which S waits."""
         return self.expands and not self.few_heads
 
     # ---- work and roles
 
     def head_blocks(self, h_q: int) -> int:
-        """CTAs for the heads of a query token."""
+        """Returns the number of CTAs for the heads of a query token."""
         return -(-h_q // self.heads)
 
     @property
@@ -216,39 +216,39 @@ class MlaDecodeSpec:
 
     @property
     def few_heads(self) -> bool:
-        """Whether there are six warpgroups: load and softmax apart, and two for QK."""
+        """Whether there are six warpgroups: separate load and softmax, and two for QK."""
         return self.heads <= FEW
 
     @property
     def roles(self) -> Roles:
-        """The warpgroups of each role; the load warpgroup makes P where no other one does."""
+        """The warpgroups of each role; the load warpgroup also makes P if there is no softmax warpgroup."""
         if self.few_heads:
             return Roles(load=(0,), qk=(1, 5), pv=(2, 3), softmax=(4,))
         return Roles(load=(0,), qk=(1,), pv=(2, 3))
 
     @property
     def page_tma(self) -> bool:
-        """Whether whole key tiles of a page come by TMA, as rows of V3.2 may; other rows come by cp.async."""
+        """Whether TMA brings whole key tiles of a page, which only rows of V3.2 allow; cp.async brings other rows."""
         return not self.sparse and self.cache_format == V3_2.name
 
     @property
     def pv_issues_tma(self) -> bool:
-        """Whether PV warpgroups issue that TMA: they see the stage free first."""
+        """Whether PV warpgroups issue the TMA of key tiles: they see the stage free first."""
         return self.page_tma and not self.few_heads
 
     @property
     def qk_warpgroups(self) -> int:
-        """Key tile t belongs to QK warpgroup t modulo as many."""
+        """Number of QK warpgroups; key tile t belongs to number t modulo this."""
         return len(self.roles.qk)
 
     @property
     def threads(self) -> int:
-        """Of a CTA."""
+        """Threads of a CTA."""
         return 128 * sum(map(len, self.roles))
 
     @property
     def registers(self) -> Registers:
-        """Of each role, after the roles have exchanged registers."""
+        """Registers of each role, after the roles have redistributed registers."""
         two_kinds = len(self.kinds) > 1
         if self.few_heads:
             if two_kinds:
@@ -265,9 +265,9 @@ class MlaDecodeSpec:
 
     @property
     def stages(self) -> int:
-        """Key tiles in shared memory, of V3.2 33,792 bytes each with their scales: as many as Q leaves room for.
+        """Key tiles in shared memory, 33,792 bytes each for V3.2 with scales: as many as fit beside Q.
 
-        With few heads five where codes expand: a tile is expanded a step after its copies.
+        With few heads there are five if codes are expanded: a tile is expanded a step after its copies.
         """
         if self.load_expands:
             return 5
@@ -277,8 +277,8 @@ class MlaDecodeSpec:
     def rope_stages(self) -> int:
         """Key tiles of rope parts in shared memory, 8,192 bytes each.
 
-        With 32 and 64 heads one less than of codes, and loads are that many tiles ahead of the softmax: once P of a
-        tile is made, QK has read its rope part. With fewer heads each stage has both.
+        With 32 and 64 heads there is one less than of codes, and loads are that many tiles ahead of the softmax: once P
+        of a tile is made, QK has read its rope part. With fewer heads each stage has both.
         """
         return self.stages if self.few_heads else self.stages - 1
 
@@ -298,14 +298,14 @@ class MlaDecodeSpec:
     def expected(self) -> dict[str, Any]:
         found: dict[str, Any] = {
             "registers": self.launch_registers[self.threads],
-            # bytes that ptxas spills at most, all between key tiles or on slow paths
+            # most bytes that ptxas spills, all between key tiles or on slow paths
             "stack": 48 if self.few_heads or len(self.kinds) > 1 else 32,
             "instructions": ("HGMMA", "UTMALDG", "USETMAXREG", "LDGSTS.E.BYPASS.128"),
         }
         if self.is_plain:
             # up to 16 heads a thread converts 128 numbers of Q at once; what it spills is read between work tiles
             found["stack"] = 32 if self.few_heads and self.split else 0
-            # fewer where ptxas keeps loop counters in registers of each thread, which costs 10% of the time
+            # fewer if ptxas keeps loop counters in registers of each thread, which costs 10% of the time
             found["at_least"] = {"USHF": 70 if self.few_heads else 90}
         elif self.float_scales and self.has_rope and self.balanced and self.heads == WIDE:
             found["serialized"] = True  # two caches of V3.2, ragged lengths: no level leaves QK its registers
@@ -313,19 +313,19 @@ class MlaDecodeSpec:
 
 
 def shipped_specs() -> list[MlaDecodeSpec]:
-    """Every specification that the planner can ask for over one cache of V3.2."""
+    """Returns every spec that the planner can ask for over one cache of V3.2."""
     return _specs((V3_2.name, ""))
 
 
 def specs_of_formats() -> list[MlaDecodeSpec]:
-    """Every specification that the planner can ask for over caches of other formats, and of calls with two caches."""
+    """Returns every spec that the planner can ask for over caches of other formats, and for two caches."""
     return [*_specs(*_OTHERS), *(replace(spec, of_two=True) for spec in shipped_specs() if spec.sparse)]
 
 
 def covering_specs() -> list[MlaDecodeSpec]:
-    """`shipped_specs`, and of each other format and pair each number of heads, schedule and kind of keys once.
+    """Returns `shipped_specs`, and for other formats and pairs each number of heads, schedule and kind of keys once.
 
-    That is a tenth of `specs_of_formats`. They differ in little else, and to compile all takes half an hour of a core.
+    That is a tenth of `specs_of_formats`. The rest differs little, and compiling all takes half an hour of a core.
     """
     chosen = []
     for i, (name, extra) in enumerate(_OTHERS):

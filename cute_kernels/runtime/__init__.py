@@ -1,4 +1,4 @@
-"""What every room needs around its kernels: target, compilation, disk cache, checks, launching, torch registration.
+"""Services around every operator's kernels: target, compilation, disk cache, checks, launching, registration.
 
 Importing this package imports none of its modules.
 """

@@ -54,7 +54,7 @@ def import_dsl() -> None:
 
 
 def device_capability(device: torch.device | int) -> tuple[int, int]:
-    """Compute capability (major, minor) of a CUDA device. The driver is asked once per device."""
+    """Returns the compute capability (major, minor) of a CUDA device. The driver is asked once per device."""
     import torch
 
     device = torch.device("cuda", device) if isinstance(device, int) else device

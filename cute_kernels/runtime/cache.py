@@ -1,13 +1,13 @@
 """Compiled kernels on disk: their names, and how processes share a directory of them without trusting each other.
 
 An entry is one file, `<class>-<digest>.so`. It is self-contained and has no Python in it: loading it needs neither
-cutlass nor a compiler. Where no C compiler can link it, it is the object file `<class>-<digest>.o`, and loading that
+cutlass nor a compiler. If no C compiler can link it, it is the object file `<class>-<digest>.o`, and loading that
 imports cutlass.
 
 - A writer works in a scratch directory and renames the finished file, so a reader sees a whole file or none.
 - The last 40 bytes are a SHA-256 digest of the rest and a mark (any bytes may follow an ELF file). An entry that does
-  not match its digest is built again. One that does, and cannot be loaded, stays: a process that fails compiles its
-  own.
+  not match its digest is built again. An entry that matches but cannot be loaded stays: each process that fails to load
+  it compiles its own kernel.
 - Each entry has a lock file, so the second of two builders waits for the first. The operating system drops the lock of
   a killed process; the next holder removes the scratch directory that it left. A builder that waits in vain for a
   minute builds without the lock.
@@ -46,14 +46,14 @@ from cute_kernels.runtime.sources import FORMATS_PACKAGE, modules_of_kernel, sou
 
 PACKAGE = Path(__file__).resolve().parents[1]
 PATIENCE_S = 60
-"""How long a builder waits for another one: the slowest kernels take 10 s of a core."""
+"""Seconds that a builder waits for another one; the slowest kernels take 10 s of a core."""
 _MARK = b"cutekrnl"
 
-# Settings of the DSL that change what it prints or keeps, or where it looks, but not the code. The key has all others.
+# The DSL's settings that change what it prints or keeps, or where it looks, but not the code. The key has the others.
 _HARMLESS_SETTINGS = {
     "CUTE_DSL_" + name
     for name in (
-        "ARCH",  # the option --gpu-arch has precedence, and is in the key
+        "ARCH",  # the option --gpu-arch has precedence, and it is in the key
         "CACHE_DIR",
         "DISABLE_FILE_CACHING",
         "DUMP_DIR",
@@ -85,22 +85,22 @@ _warned_about: set[Path] = set()
 
 
 class KernelSpec(Protocol):
-    """All that is fixed at compile time: a frozen dataclass whose repr names every field, with these two members.
+    """Compile-time facts of a kernel: a frozen dataclass whose repr names every field, with these two members.
 
-    It may also have `compile_options: str`, further options of `cute.compile`, and `expected`: what tests hold the
-    compiled kernel to.
+    It may also have `compile_options: str`, further options of `cute.compile`, and `expected`: limits of the compiled
+    kernel, which tests check.
     """
 
     @property
     def kernel(self) -> str:
-        """The kernel class as "module:class", of the class or of the object. It is imported only to compile it."""
+        """The kernel class as "module:class". It is imported only to compile the kernel."""
 
     def can_implement(self) -> list[str]:
-        """The reasons, in words, why this kernel cannot be built; empty when it can."""
+        """Returns the reasons, in words, why this kernel cannot be built; empty when it can."""
 
 
 def directory() -> Path:
-    """Where entries are: $CUTE_KERNELS_CACHE_DIR, else $XDG_CACHE_HOME/cute_kernels, else ~/.cache/cute_kernels."""
+    """Returns the directory: $CUTE_KERNELS_CACHE_DIR, else $XDG_CACHE_HOME/cute_kernels, else ~/.cache/cute_kernels."""
     if chosen := os.environ.get("CUTE_KERNELS_CACHE_DIR"):
         return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME", "")
@@ -112,7 +112,7 @@ def directory() -> Path:
 
 
 def entry_name(spec: KernelSpec) -> str:
-    """File name of a spec's entry, without suffix: the kernel class and a digest of all that its code depends on."""
+    """Returns the name of a spec's entry, without suffix: kernel class and digest of all that its code depends on."""
     facts = (
         repr(spec),
         spec.kernel,
@@ -128,7 +128,7 @@ def entry_name(spec: KernelSpec) -> str:
 
 @functools.cache
 def kernel_sources(*modules: str) -> tuple[Path, ...]:
-    """All source files that can change the kernels of some modules: what these import, and what compiles them."""
+    """Returns the source files that can change the kernels of `modules`: their imports and the compiler's code."""
     compiler = (PACKAGE / "runtime" / "arch.py", PACKAGE / "runtime" / "compile.py")
     return tuple(sorted({*sources(*modules), *compiler}))
 
@@ -148,16 +148,16 @@ def _package_files() -> list[Path]:
 
 
 _found = {file: _sha(file) for file in _package_files()}
-"""Digests of source files as this process found them first.
+"""Digests of source files, as this process first found them.
 
-Those of the package are read now, all in 5 ms: a spec is imported long before its kernel, and in between somebody may
-install another version.
+The package's own files are digested now (5 ms for all): a spec is imported long before its kernel, and in between
+somebody may install another version.
 """
 
 
 @functools.cache
 def source_digest(*modules: str) -> str:
-    """SHA-256 of names and contents of `kernel_sources(*modules)` as this process found them first."""
+    """Returns the SHA-256 of names and contents of `kernel_sources(*modules)`, as this process first found them."""
     digest = hashlib.sha256()
     for file in kernel_sources(*modules):
         if file not in _found:
@@ -171,9 +171,9 @@ def require_unchanged(spec: KernelSpec) -> None:
     """Checks, after a kernel is compiled, that its sources and its compiler are still those of its entry's name.
 
     Raises:
-        RuntimeError: they were replaced while this process ran, so what it compiles is of no version.
+        RuntimeError: files were replaced while this process ran, so the kernel that it compiled belongs to no version.
     """
-    # which files they are follows from what is in them, and 32 syntax trees take 0.1 s: the list is that of the name
+    # the list of files is that of the entry's name: parsing 32 syntax trees again would take 0.1 s
     changed = [str(file) for file in kernel_sources(*_modules(spec)) if _is_changed(file)]
     if _toolchain.__wrapped__() != _toolchain():
         changed.append("the compiler")
@@ -185,7 +185,7 @@ def _is_changed(file: Path) -> bool:
     try:
         return _found.get(file) != _sha(file)
     except OSError:
-        return True  # it is gone
+        return True  # the file is gone
 
 
 @functools.cache
@@ -196,13 +196,13 @@ def _toolchain() -> tuple[str, ...]:
             versions.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             raise RuntimeError(f"kernels need the package {package}, which is not installed") from None
-    # cu12 and cu13 have different versions of ptxas; the rest of the object is code for this machine's processor
+    # cu12 and cu13 have different versions of ptxas; the host code in the object is for this machine's processor
     return (*versions, runtime_library().parents[1].name, sysconfig.get_platform())
 
 
 @functools.cache
 def _processor() -> tuple[str, ...]:
-    """What compilers may use of this machine's processor: the host code of an entry uses all of it."""
+    """Features of this machine's processor that compilers may use: the host code of an entry uses all of them."""
     try:
         info = _CPU_INFO.read_text()
     except OSError:
@@ -213,7 +213,7 @@ def _processor() -> tuple[str, ...]:
 
 @functools.cache
 def runtime_library() -> Path:
-    """libcute_dsl_runtime.so of the flavour that the DSL would choose (cu12, cu13), found without importing the DSL.
+    """Finds libcute_dsl_runtime.so of the flavour that the DSL would choose (cu12, cu13), without importing the DSL.
 
     Raises:
         RuntimeError: it is not installed.
@@ -225,7 +225,7 @@ def runtime_library() -> Path:
         raise RuntimeError(f"libcute_dsl_runtime.so of nvidia-cutlass-dsl was not found below {roots or 'sys.path'}")
     if len(found) == 1:
         return next(iter(found.values()))
-    newest = _driver_cuda_major()  # the DSL's rule: the newest that the driver can run
+    newest = _driver_cuda_major()  # the DSL's rule: the newest flavour that the driver can run
     return found[max((major for major in found if newest is None or major <= newest), default=min(found))]
 
 
@@ -249,13 +249,13 @@ class DiskCache:
         return any(os.path.lexists(self.root / (name + suffix)) for suffix in _LOADERS)
 
     def load(self, name: str) -> Callable[..., Any] | None:
-        """The kernel; None without an intact entry, and, with a warning, where none can be trusted or loaded."""
+        """Returns the kernel, or None without an intact entry. Warns if the entry cannot be trusted or loaded."""
         for path, data in self._intact(name):
             try:
                 with trust.private_path(data, path.suffix, self.root) as private:
                     return _LOADERS[path.suffix](private, _symbol(name))
             except (OSError, RuntimeError, AttributeError, ValueError) as error:
-                # what is wrong may be of this process, such as too many open files: the entry stays
+                # the failure may be this process's own, such as too many open files: the entry stays
                 self._warn(
                     f"{path} is intact, but cannot be loaded here ({error}), so this process compiles its own", path
                 )
@@ -266,7 +266,7 @@ class DiskCache:
         return any(True for _ in self._intact(name, warn=True))
 
     def _intact(self, name: str, warn: bool = False) -> Iterator[tuple[Path, bytes]]:
-        """The files of an entry that can be trusted and match their digests, and their contents."""
+        """Yields the files of an entry that can be trusted and match their digests, and their contents."""
         try:
             trust.check_directory(self.root)
             for suffix in _LOADERS:
@@ -288,7 +288,7 @@ class DiskCache:
             pass  # no directory
 
     def is_writable(self, name: str) -> bool:
-        """Whether the entry can be stored; warns once where it cannot, as `lock`."""
+        """Whether the entry can be stored; warns once if not, as `lock` does."""
         handle = self._open_lock(name)
         if handle is None:
             return False
@@ -299,9 +299,9 @@ class DiskCache:
     def lock(self, name: str) -> Iterator[bool]:
         """Holds the entry's lock, after waiting for it if necessary. Yields whether the entry can be stored.
 
-        Where it cannot (a read-only directory, no home, an entry or a lock that another user may have made), it warns
-        once and yields False. After `PATIENCE_S` of waiting it warns and goes on without the lock: two processes may
-        then build one entry, and the later one stays.
+        If it cannot be stored (a read-only directory, no home, an entry or a lock that another user may have made),
+        this warns once and yields False. After `PATIENCE_S` of waiting it warns and goes on without the lock: two
+        processes may then build one entry, and the later one stays.
         """
         import fcntl  # only Unix has it, and only a process that compiles needs it
 
@@ -347,15 +347,15 @@ class DiskCache:
                 return False  # a file system without locks
 
     def _remove_scratch(self, name: str) -> None:
-        for scratch in self.root.glob(f".{name}.*"):  # of a builder that was killed
+        for scratch in self.root.glob(f".{name}.*"):  # scratch directories of builders that were killed
             if scratch.is_symlink():
                 with contextlib.suppress(OSError):  # a directory that may only be read
                     scratch.unlink()
             else:
-                shutil.rmtree(scratch, ignore_errors=True)  # which follows no links
+                shutil.rmtree(scratch, ignore_errors=True)  # rmtree follows no links
 
     def _may_replace(self, name: str) -> bool:
-        """Whether the entry, if there is one, is of this user or root. An entry of another user is left as it is."""
+        """Whether no entry exists, or this user or root owns it. An entry of another user is left as it is."""
         for suffix in _LOADERS:
             try:
                 os.close(trust.open_file(self.root / (name + suffix), os.O_RDONLY))
@@ -370,7 +370,7 @@ class DiskCache:
         """Adds an entry; False, with one warning, when the directory cannot be written. Call it with the lock held.
 
         Args:
-            name: of the entry.
+            name: name of the entry.
             export: called with a path and a symbol; writes an object file there that defines the kernel as that symbol.
         """
         try:
@@ -400,14 +400,14 @@ class DiskCache:
         self._warn(f"{text}; CUTE_KERNELS_CACHE_DIR names another directory", self.root)
 
     def _warn(self, text: str, about: Path) -> None:
-        """Warns, once for each file or directory."""
+        """Warns once per file or directory."""
         if about not in _warned_about:
             _warned_about.add(about)
             warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 def _symbol(name: str) -> str:
-    return name.replace("-", "_")  # distinct for each entry: a file under another name does not load
+    return name.replace("-", "_")  # each entry has its own symbol: a file under another name does not load
 
 
 def _is_sealed(data: bytes) -> bool:
@@ -416,7 +416,7 @@ def _is_sealed(data: bytes) -> bool:
 
 
 def _link(object_file: Path) -> Path | None:
-    """A shared library made from the object file, beside it; None without a working C compiler."""
+    """Returns a shared library made from the object file, beside it; None without a working C compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         return None
@@ -444,7 +444,7 @@ def _load_object(path: Path, symbol: str) -> Callable[..., Any]:
 
 @functools.cache
 def _load_runtime_library() -> ctypes.CDLL:
-    # an entry names this library by its SONAME, which the loader resolves to a copy that is already loaded
+    # an entry names the runtime library by its SONAME, which the loader resolves to a copy that is already loaded
     return ctypes.CDLL(str(runtime_library()), mode=ctypes.RTLD_GLOBAL)
 
 

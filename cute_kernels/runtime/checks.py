@@ -1,6 +1,6 @@
 """Argument checks that name the argument, what it got and what it needs.
 
-They run before the first launch of a kind and after a refused one (runtime/launch.py), and in every call on a CPU. A
+They run before the first launch of a kind, after a refused launch (runtime/launch.py), and in every call on a CPU. A
 message is formatted only when a check fails: a passing `check_tensor` with every condition takes 1 us (0.9 to 1.4 us, 4
 dimensions, on a busy 2-core CPU machine).
 """
@@ -31,8 +31,8 @@ def require(condition: bool, name: str, got: object, needs: object, error: type[
 def refuse_gradients(op: str, tensors: Mapping[str, object]) -> None:
     """Raises ValueError for the first of the named tensors that requires gradients.
 
-    For operators without a backward, whose results would silently be detached. Callers test `torch.is_grad_enabled()`
-    first.
+    It serves operators without a backward, whose results would silently be detached. Callers test
+    `torch.is_grad_enabled()` first.
     """
     for name, t in tensors.items():
         if t is not None and getattr(t, "requires_grad", False):
@@ -46,7 +46,7 @@ def is_transformed() -> bool:
 
 
 def refuse_transformed(names: Iterable[str], tensors: Iterable[object]) -> None:
-    """Raises for the first of `tensors` with a forward-mode derivative, or of a transform of torch.func."""
+    """Raises for the first of `tensors` that has a forward-mode derivative or belongs to a transform of torch.func."""
     for name, t in zip(names, tensors, strict=False):
         if isinstance(t, torch.Tensor):
             _refuse_transformed(name, t)
@@ -61,11 +61,11 @@ def _refuse_transformed(name: str, t: torch.Tensor) -> None:
 
 
 def check_plain(name: str, t: torch.Tensor) -> None:
-    """Raises unless the tensor is what lies in its memory: dense, without a derivative, a batch or a sign beside it."""
+    """Raises unless the tensor is dense memory alone: no derivative, no batch of a transform, no conj or neg bit."""
     if t.is_nested or t.layout is not torch.strided:
         fail(name, "a nested tensor" if t.is_nested else f"layout {t.layout}", "a plain dense tensor", TypeError)
     if torch.compiler.is_compiling():
-        return  # the operator is given plain tensors
+        return  # under a tracer the operator is given plain tensors
     if is_transformed():
         _refuse_transformed(name, t)
     if t.is_neg() or t.is_conj():
@@ -74,7 +74,7 @@ def check_plain(name: str, t: torch.Tensor) -> None:
 
 
 def kind(value: object) -> str:
-    """The type of an argument, with its module if it has another name than Python's own."""
+    """Returns the type name of an argument, with its module unless it is a builtin."""
     of = type(value)
     return of.__name__ if of.__module__ == "builtins" else f"{of.__module__}.{of.__name__}"
 
@@ -86,7 +86,7 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_int(name: str, value: object, least: int, most: int = 2**63 - 1, *, needs: str = "") -> None:
-    """Raises unless the argument is an int from `least` to `most`; `needs` says more than these numbers."""
+    """Raises unless the argument is an int from `least` to `most`; `needs` replaces these numbers in the message."""
     if not isinstance(value, int) or isinstance(value, bool):
         fail(name, kind(value), f"an int, such as int({name})", TypeError)
     if not least <= value <= most:
@@ -95,7 +95,7 @@ def check_int(name: str, value: object, least: int, most: int = 2**63 - 1, *, ne
 
 
 def check_number(name: str, value: object) -> None:
-    """Raises unless the argument is an int or float that float32 has."""
+    """Raises unless the argument is an int or float that float32 can represent."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         fail(name, kind(value), f"a number, such as float({name})", TypeError)
     if not is_finite(value):
@@ -103,7 +103,7 @@ def check_number(name: str, value: object) -> None:
 
 
 def check_one_of(known: tuple[str, ...]) -> Callable[[str, object], None]:
-    """The check of an argument that is one of these names, or None."""
+    """Returns the check of an argument that must be one of these names, or None."""
 
     def check(name: str, value: object) -> None:
         good = value is None or (isinstance(value, str) and value in known)
@@ -113,7 +113,7 @@ def check_one_of(known: tuple[str, ...]) -> Callable[[str, object], None]:
 
 
 def is_finite(value: float) -> bool:
-    """Whether float32 has the number."""
+    """Whether float32 represents the number as a finite value."""
     return -_LARGEST <= value <= _LARGEST
 
 
@@ -179,7 +179,7 @@ def check_tensor(
 
 
 def check_given(arguments: Mapping[str, Any], device: torch.device, **conditions: Mapping[str, Any]) -> None:
-    """Checks those tensors that are not None, by their conditions, on the device of the others."""
+    """Checks the tensors that are not None, each by its conditions, on one common device."""
     for name, known in conditions.items():
         if arguments[name] is not None:
             check_tensor(name, arguments[name], device=device, **known)

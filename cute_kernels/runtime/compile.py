@@ -1,4 +1,4 @@
-"""From a spec to a callable kernel: memory, then disk, then the compiler.
+"""Makes a callable kernel of a spec: found in memory, then on disk, else compiled.
 
 Only this module, the kernel modules that it imports, and the cache (for entries that are object files) import cutlass.
 A process that finds all its kernels on disk as shared libraries never pays for that import.
@@ -28,11 +28,11 @@ def _renew_lock() -> None:
     _looking = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_renew_lock)  # a thread that the child does not have may hold it
+os.register_at_fork(after_in_child=_renew_lock)  # a thread that does not exist in the child may hold the lock
 
 
 def get_kernel(spec: KernelSpec) -> Callable[..., Any]:
-    """The compiled kernel of a spec.
+    """Returns the compiled kernel of a spec.
 
     It takes torch tensors (an absent one is None) and Python numbers by position, in the order of the kernel class's
     `__call__` without the stream. It checks them against what was compiled, then launches on torch's current stream.
@@ -64,7 +64,7 @@ def compile_kernel(spec: KernelSpec, dump_dir: str | os.PathLike[str] | None = N
         dump_dir: an existing directory that receives the PTX and the cubin; the remarks of ptxas then go to sys.stderr.
 
     Returns:
-        The DSL's compiled object, with `export_to_c`. Without a dump_dir, a call is that of a `get_kernel` result.
+        The DSL's compiled object, with `export_to_c`. Without a dump_dir it is called as a result of `get_kernel` is.
 
     Raises:
         ValueError: the spec cannot be built; the message has its reasons.
@@ -74,10 +74,10 @@ def compile_kernel(spec: KernelSpec, dump_dir: str | os.PathLike[str] | None = N
 
 
 def _compile(spec: KernelSpec, dump_dir: str | os.PathLike[str] | None = None, *, is_called: bool) -> Any:
-    """What the DSL makes of a spec. What is stored or read, not called, needs no host code here: 0.9 of the time."""
+    """Compiles a spec. Unless the result `is_called`, it needs no host code, which is 0.9 of the time here."""
     reasons = spec.can_implement()
     if reasons:
-        # no text of a spec: an op that gets here has let an argument pass that it should have named
+        # no text of the spec: the op has let an argument pass that it should have named
         raise ValueError(f"no kernel can be built: {'; '.join(reasons)}")
     options = ["--gpu-arch", arch.ARCH, "--enable-tvm-ffi", getattr(spec, "compile_options", "")]
     if dump_dir is not None:
@@ -99,11 +99,11 @@ def _compile(spec: KernelSpec, dump_dir: str | os.PathLike[str] | None = None, *
             arguments = kernel.fake_arguments()
             return cute.compile(kernel, *arguments, options=" ".join(options), no_jit_engine=not is_called)
         finally:
-            require_unchanged(spec)  # after an error too: files of two versions explain any
+            require_unchanged(spec)  # after an error too: a mix of two versions' files can cause any error
 
 
 def missing(specs: Iterable[KernelSpec]) -> list[KernelSpec]:
-    """The specs without an entry on disk, each once. Needs no GPU and no cutlass."""
+    """Returns the specs without an entry on disk, each once. Needs no GPU and no cutlass."""
     disk = DiskCache(directory())
     return [spec for spec in dict.fromkeys(specs) if not disk.exists(entry_name(spec))]
 
@@ -116,7 +116,7 @@ def precompile(
 ) -> list[KernelSpec]:
     """Fills the disk cache with the kernels of `specs`, several at a time, in processes that end with this one.
 
-    It returns at once where all are on disk, and only warns where the cache cannot be written.
+    It returns at once if all are on disk, and only warns if the cache cannot be written.
 
     Args:
         specs: kernels to compile; those with an entry on disk are skipped.
@@ -156,12 +156,12 @@ def _load_or_compile(spec: KernelSpec) -> Callable[..., Any]:
     if kernel is not None:
         return kernel
     in_new_thread(lambda: _build(spec, disk, name))
-    # the loaded kernel is the one that later processes run, and its call has no layer of Python
+    # load the kernel as later processes do: its call has no layer of Python
     return disk.load(name) or compile_kernel(spec)
 
 
 def _build(spec: KernelSpec, disk: DiskCache, name: str) -> None:
-    """Compiles and stores a kernel where that is possible, and there is no intact entry yet of a thread or process."""
+    """Compiles and stores a kernel, if it can be stored and no other thread or process has stored an intact entry."""
     with disk.lock(name) as writable, compiling:
         if writable and not disk.is_intact(name):
             compiled = _compile(spec, is_called=False)

@@ -1,6 +1,6 @@
-"""Counters that are 0 between launches, for launches under graph capture: each graph borrows its own.
+"""Counters that are 0 between launches, for launches under graph capture: each graph borrows its own counters.
 
-To fill counters under capture would record a memset before each launch, and the launch could then not overlap with the
+Filling counters under capture would record a memset before each launch, and the launch could then not overlap with the
 one before. So counters come from a slab that is filled outside of capture. Every launch leaves its counters at 0, and
 they return to the slab when the graph is destroyed.
 """
@@ -23,7 +23,7 @@ _ITEMSIZE = 4
 
 
 class _Borrowed:
-    """The blocks of one graph. `life` is None where the driver does not report its end: it then keeps them for good."""
+    """The blocks that one graph holds, for ever if `life` is None: the driver cannot report the graph's end."""
 
     def __init__(self, life: GraphLife | None) -> None:
         self.life = life
@@ -31,21 +31,21 @@ class _Borrowed:
 
 
 class CounterSlab:
-    """Counters of one device, in blocks of powers of two. A block that returns is used again for the same size."""
+    """Counters of one device, in blocks of powers of two. A returned block is lent again for the same size."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.is_low = False
-        """Whether `refill` has something to do. Eager calls read it, so it is a plain attribute."""
+        """Whether `refill` has something to do. It is a plain attribute because eager calls read it."""
         self._lock = threading.Lock()
         self._slabs: list[torch.Tensor] = []  # kept alive: graphs hold addresses
-        self._next = self._end = 0  # addresses of the rest of the last slab
+        self._next = self._end = 0  # addresses of the unused rest of the last slab
         self._free: dict[int, list[int]] = {}
         self._graphs: dict[int, _Borrowed] = {}
-        self._largest = _SMALLEST  # block that was requested
+        self._largest = _SMALLEST  # the largest block that was requested
 
     def refill(self, num_counters: int = 0) -> None:
-        """Makes room for `LAUNCHES` blocks of that size, or of the largest so far. Does nothing under capture."""
+        """Makes room for `LAUNCHES` blocks of `num_counters` or of the largest size so far; nothing under capture."""
         if is_capturing(self.device):
             return
         with self._lock:
@@ -61,7 +61,7 @@ class CounterSlab:
             self.is_low = False
 
     def borrow(self, num_counters: int) -> int | None:
-        """Address of counters for one launch of the graph under capture; None where none are left."""
+        """Returns the address of counters for one launch of the graph under capture; None if none are left."""
         size = _block_size(num_counters)
         with self._lock:
             graph = self._graph()
@@ -73,7 +73,7 @@ class CounterSlab:
             return address
 
     def borrowed(self) -> int:
-        """Counters that living graphs hold."""
+        """Returns the number of counters that living graphs hold."""
         with self._lock:
             self._collect()
             return sum(size for graph in self._graphs.values() for size, _ in graph.blocks)
@@ -105,18 +105,18 @@ class CounterSlab:
                 self._free.setdefault(size, []).append(address)
 
     def _retire(self) -> None:
-        """Splits the rest of a slab into free blocks."""
+        """Splits the unused rest of a slab into free blocks."""
         while (left := self._left()) >= _SMALLEST:
             size = 1 << (left.bit_length() - 1)
             self._free.setdefault(size, []).append(self._next)
             self._next += size * _ITEMSIZE
 
     def _room(self) -> int:
-        """Free blocks of the largest size so far."""
+        """Returns the number of free blocks of the largest size so far."""
         return self._left() // self._largest + len(self._free.get(self._largest, ()))
 
     def _left(self) -> int:
-        """Counters of the last slab that were never lent."""
+        """Returns the number of counters of the last slab that were never lent."""
         return (self._end - self._next) // _ITEMSIZE
 
 
@@ -126,5 +126,5 @@ def _block_size(num_counters: int) -> int:
 
 @once_per_device
 def slab(device: torch.device) -> CounterSlab:
-    """The slab of a device, which lives as long as the process."""
+    """Returns the slab of a device, which lives as long as the process."""
     return CounterSlab(device)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 _SEMAPHORE_BYTES = 64  # sem_t has 32 on x86-64
-_NO_DESTRUCTOR_SYNC = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, the only flag there is
+_NO_DESTRUCTOR_SYNC = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, the only flag that exists
 _MOVE = 1  # CU_GRAPH_USER_OBJECT_MOVE: the graph takes over the one reference
 
 
 class GraphLife:
-    """Whether a graph and every executable instance of it are destroyed and have finished.
+    """Tells whether a graph and every executable instance of it are destroyed and have finished.
 
     A CUDA user object then posts a semaphore. Its callback is `sem_post` of libc, so no Python runs in a thread of the
     driver, not even when a graph outlives the interpreter. For the same reason the semaphore is memory from malloc,
@@ -38,7 +38,7 @@ class GraphLife:
         self._semaphore = semaphore
 
     def has_ended(self) -> bool:
-        """True once; this frees the semaphore, so the method must not be called again."""
+        """Returns True once; this frees the semaphore, so the method must not be called again."""
         if _libc().sem_trywait(self._semaphore):
             return False
         _libc().free(self._semaphore)
@@ -46,7 +46,7 @@ class GraphLife:
 
 
 def graph_under_capture(device: torch.device) -> tuple[int, int]:
-    """(number of the capture, unique in this process; handle of the graph) of the current stream.
+    """Returns (number of the capture, unique in this process; handle of the graph) of the current stream.
 
     Raises:
         OSError: there is no driver, it refused, or no graph is under capture.
@@ -81,7 +81,7 @@ def _libc() -> Any:
 
 @functools.cache
 def _cuda() -> Any:
-    """The driver, with the argument types of the functions used here; version 12.0 has all of them."""
+    """Returns the driver, with the argument types of the functions used here; version 12.0 has all of them."""
     cuda = ctypes.CDLL("libcuda.so.1")
     pointer, number = ctypes.c_void_p, ctypes.c_uint
     cuda.cuStreamGetCaptureInfo_v2.argtypes = [pointer] * 6

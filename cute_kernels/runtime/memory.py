@@ -26,7 +26,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def is_gpu_capturing(index: int | None) -> bool:
-    """As `is_capturing`, for the GPU of an index, or the current one: to read a device's type takes 0.3 us."""
+    """Whether a GPU, by its index or the current one, is under capture: reading a device's type would take 0.3 us."""
     if index is None or torch._C._cuda_getDevice() == index:
         return torch._C._cuda_isCurrentStreamCapturing()
     with torch.cuda.device(index):
@@ -34,13 +34,13 @@ def is_gpu_capturing(index: int | None) -> bool:
 
 
 def outside_pools(device: torch.device, make: Callable[[], Made]) -> Made:
-    """The result of `make`, its tensors allocated for the caller's current stream, outside of every private pool.
+    """Returns the result of `make`, whose tensors are allocated for the caller's stream, outside of every private pool.
 
     `make` runs in a new thread, so other settings of the caller's thread do not apply either: inference mode, a default
     device, dispatch modes.
 
     Args:
-        device: of the tensors, with an index. Its current stream is not under graph capture.
+        device: the device of the tensors, with an index. Its current stream is not under graph capture.
         make: allocates tensors, and may fill them: later work on the caller's stream sees the values.
     """
     if device.type != "cuda":
@@ -55,7 +55,7 @@ def outside_pools(device: torch.device, make: Callable[[], Made]) -> Made:
 
 
 def for_all_streams(device: torch.device, make: Callable[[], Made]) -> Made:
-    """As `outside_pools`, for tensors that every stream may read immediately: waits until they are filled."""
+    """Returns the result of `make` like `outside_pools`, once it is filled: every stream may read it immediately."""
     made = outside_pools(device, make)
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
@@ -63,9 +63,9 @@ def for_all_streams(device: torch.device, make: Callable[[], Made]) -> Made:
 
 
 def once_per_device(make: Callable[[torch.device], Made]) -> Callable[[torch.device], Made]:
-    """The function that makes something once for each device, in whichever thread asks first, and keeps it for good.
+    """Returns a function that calls `make` once per device, in whichever thread asks first, and keeps the result.
 
-    With `functools.cache` two threads could make one each; a graph may already use the one that is dropped.
+    `functools.cache` would let two threads make one each, and a graph may already use the result that is dropped.
     """
     made: dict[torch.device, Made] = {}
     making = threading.RLock()
@@ -82,7 +82,7 @@ def once_per_device(make: Callable[[torch.device], Made]) -> Callable[[torch.dev
 
 
 class Constants(NamedTuple):
-    """What launches need of a device: a number, and small tensors that replace absent arguments.
+    """Constants of a device that launches need: a number, and small tensors that replace absent arguments.
 
     num_sms     streaming multiprocessors
     no_sink     (1024,) float32, -inf: sink logits that change nothing
@@ -95,12 +95,12 @@ class Constants(NamedTuple):
 
 
 MAX_HEADS = 1024
-"""Elements of `Constants.no_sink`."""
+"""Number of elements of `Constants.no_sink`."""
 
 
 @once_per_device
 def constants(device: torch.device) -> Constants:
-    """The constants of a CUDA device, made once and kept as long as the process: graphs hold their addresses.
+    """Returns the constants of a CUDA device, made once and kept as long as the process: graphs hold their addresses.
 
     Raises:
         RuntimeError: the first call is under graph capture.
@@ -118,16 +118,16 @@ def constants(device: torch.device) -> Constants:
 
 
 def template(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What `empty_like` makes tensors of this shape from: one element of memory, of four bytes at most.
+    """Returns a tensor of this shape on one element of memory (four bytes at most), for `empty_like` to copy.
 
-    `torch.empty` takes 2.4 us with a dtype and a device, and longer where a program has set a default device; an
+    `torch.empty` takes 2.4 us with a dtype and a device, and longer if a program has set a default device; an
     addition takes 2.7 us on the same host.
     """
     return constants(device).no_sink[:1].view(dtype)[0].expand(shape)
 
 
 def empty_like(known: torch.Tensor) -> torch.Tensor:
-    """A new contiguous tensor of the shape of another one, or of a template; 1.1 us."""
+    """Returns a new contiguous tensor of the shape of another one, or of a template; 1.1 us."""
     return torch.empty_like(known, memory_format=torch.contiguous_format)
 
 
@@ -166,7 +166,7 @@ _unread = _Unread()
 
 
 def unread(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """A float32 tensor that kernels may write and nobody reads, kept as long as the process.
+    """Returns a float32 tensor that kernels may write and nobody reads, kept as long as the process.
 
     Under graph capture, if the buffer is too small, it is a tensor of the graph instead.
     """

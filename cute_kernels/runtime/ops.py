@@ -1,4 +1,4 @@
-"""Operators: what each takes is said once, in a table, from which all else follows by name.
+"""Operators: a table says once what each takes, and everything else follows from the table by name.
 
 A table is made of typed dictionaries in a file `request.py`: `Inputs`, which callers give by position, `Options`, which
 they give by name, and `Request`, which has both and what adapters of this package may ask for. The docstrings of the
@@ -23,7 +23,7 @@ from cute_kernels.runtime.checks import refuse_gradients, refuse_transformed
 from cute_kernels.runtime.overlap import check_written, share_storage
 
 NAMESPACE = __name__.partition(".")[0]
-"""The package's name: cute_kernels, or what a loader of kernels has called a copy of it."""
+"""The package's name: cute_kernels, or the name that a loader of kernels has given to a copy of it."""
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -47,17 +47,17 @@ _KEPT: Final = 1024
 
 @dataclass(frozen=True)
 class Option:
-    """What a table says of an argument that is no tensor.
+    """Describes an argument that is not a tensor.
 
-    default  of the public function
-    check    check(name, value) raises for a wrong value; it is not asked about None where that is allowed
+    default  default of the public function
+    check    check(name, value) raises for a wrong value; it is not called for a None that is allowed
     planned  the plan depends on the value, so the key of a prepared launch has it
-    fact     fact(value) is fixed at compile time: a field of the kernel's spec of the same name, and part of the key
+    fact     fact(value) is fixed at compile time: it is in the key, and in the spec's field of the argument's name
     fits     whether a kernel may be given the value; it is asked in every call, since no key has the value
-    given    given(value) is what a kernel gets of a value that is not None; a bool becomes 0 or 1
-    hidden   only adapters of this package may say it, so a request may be without it
+    given    given(value) is what a kernel gets for a value that is not None; a bool becomes 0 or 1
+    hidden   only adapters of this package may give it, so a request may lack it
     later    added to the operator after its first release: the schema has its default
-    schema   torch's type, where the annotation does not say it; "" for what only eager calls know
+    schema   torch's type, if the annotation does not imply it; "" for options that only eager calls know
     """
 
     default: Any = None
@@ -73,7 +73,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Argument:
-    """A row of the table: `option` is None for a tensor."""
+    """A row of the table. `option` is None for a tensor."""
 
     name: str
     annotation: Any
@@ -84,7 +84,7 @@ class Argument:
 
     @classmethod
     def of(cls, name: str, hint: Any) -> Argument:
-        """From the type that a table gives a name."""
+        """Makes a row from the type annotation that a table gives a name."""
         marks: tuple[Any, ...] = ()
         if get_origin(hint) is Annotated:
             hint, marks = hint.__origin__, hint.__metadata__
@@ -95,11 +95,11 @@ class Argument:
 
     @property
     def may_be_none(self) -> bool:
-        """Whether callers may leave it out, or give None."""
+        """Whether callers may leave the argument out or give None."""
         return types.NoneType in get_args(self.annotation)
 
     def schema(self, alias: str) -> str:
-        """As torch writes it; `alias` marks a written tensor."""
+        """Returns the argument as a torch schema writes it; `alias` marks a written tensor."""
         if self.written:
             return f"Tensor({alias}!) {self.name}"
         if self.option is None:
@@ -113,11 +113,11 @@ class Operator:
     """An operator of this package and of `torch.ops.cute_kernels`.
 
     Args:
-        name: of both.
+        name: name of the operator, here and in torch.
         inputs: typed dictionary of the arguments that callers may give by position.
-        options: typed dictionary of those that they give by name.
-        request: typed dictionary of both and all others, in the order of the schema.
-        returns: what the schema returns.
+        options: typed dictionary of the arguments that callers give by name.
+        request: typed dictionary of both and of hidden arguments, in the order of the schema.
+        returns: the schema's return type.
     """
 
     def __init__(self, name: str, inputs: type, options: type, request: type, returns: str = "()") -> None:
@@ -142,16 +142,16 @@ class Operator:
         """tensors_of(request): the tensor arguments, in the order of `tensors`."""
         types = ", ".join(f"type(r[{name!r}])" for name in self.tensors)
         self.types_of: Callable[[Values], set[type]] = compiled(f"lambda r: {{{types}}}")
-        """types_of(request): theirs."""
+        """types_of(request): the types of the tensor arguments."""
         self.key = self._key()
-        """key(request): what the key of a prepared launch has of options, of outputs and of addresses."""
+        """key(request): the part of a prepared launch's key that options, outputs and addresses decide."""
         self.check_addresses = self._check_addresses()
-        """check_addresses(request, apart): `check_outputs` of a prepared launch, whose set `apart` is."""
+        """check_addresses(request, apart): `check_outputs` for a prepared launch, which keeps the set `apart`."""
 
     # ---- the public function
 
     def describe(self, function: Function) -> Function:
-        """Gives the public function the signature that its `**options` stand for, and the arguments' descriptions."""
+        """Gives the public function the signature that `**options` stand for, and adds descriptions of arguments."""
         signature = inspect.signature(function)
         own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         keyword = inspect.Parameter.KEYWORD_ONLY
@@ -171,22 +171,22 @@ class Operator:
         return function
 
     def refuse_unknown(self, options: Values) -> None:
-        """Raises what Python raises for a keyword argument that a function does not have.
+        """Raises the error that Python raises for a keyword argument that a function does not have.
 
-        Callers ask only where a request has more names than `defaults`.
+        Callers ask only if a request has more names than `defaults`.
         """
         name = next(name for name in options if name not in self._options)
         raise TypeError(f"{self.name}() got an unexpected keyword argument {name!r}")
 
     def request(self, **given: Any) -> Any:
-        """All arguments: those given, and the defaults of the others."""
+        """Returns all arguments: the given ones, and the defaults of the others."""
         unknown = given.keys() - self.arguments.keys()
         if unknown:
             raise TypeError(f"{self.name}: got {', '.join(sorted(unknown))}; needs {', '.join(self.arguments)}")
         return {**self.defaults, **given}
 
     def arguments_of(self, reference: Callable[..., Any]) -> Callable[[Values], dict[str, Any]]:
-        """The function that returns, by name, what a reference takes of a request."""
+        """Returns the function that picks the arguments of a reference out of a request, by name."""
         names = [name for name in inspect.signature(reference).parameters if name in self.arguments]
         return lambda request: {name: request[name] for name in names}
 
@@ -195,19 +195,19 @@ class Operator:
     def refuse_gradients(self, request: Values) -> None:
         """Raises ValueError for the first tensor that requires gradients.
 
-        Callers test `torch.is_grad_enabled()` first, which takes 0.04 us: serving code runs without and pays no more.
+        Callers test `torch.is_grad_enabled()` first, which takes 0.04 us: serving code runs without gradients.
         """
         refuse_gradients(self.name, {name: request[name] for name in self.tensors})
 
     def check_options(self, request: Values) -> None:
-        """Raises what is wrong with an argument that is no tensor."""
+        """Raises an error for the first wrong argument that is not a tensor."""
         for row in self._checked:
             value = request.get(row.name)
             if value is not None or not row.may_be_none:
                 row.option.check(row.name, value)  # type: ignore[union-attr,misc]
 
     def check_outputs(self, request: Values) -> None:
-        """Raises where the memory of an output is also another argument's. Only `out` may be `q`, row for row."""
+        """Raises if an output shares memory with another argument. Only `out` may be `q`, row for row."""
         written = {name: request[name] for name in self.written}
         read = {name: request[name] for name in self.tensors if name not in written}
         check_written(written, read, in_place=("out", "q"))
@@ -215,11 +215,11 @@ class Operator:
     # ---- prepared launches
 
     def _key(self) -> Callable[[Values], tuple[Any, ...]]:
-        """The function behind `key`: what a plan and a spec depend on, and the types of numbers.
+        """Makes the function `key`: it collects what a plan and a spec depend on, and the types of numbers.
 
-        A kernel takes True for 1, and 1.0 finds the launch that 1 prepared, so types count. Of values that no key has
-        the key says whether a kernel may be given them: a launch that has been prepared had good ones. Of outputs it
-        has strides that are not the usual ones, and the neg bit.
+        A kernel takes True for 1, and 1.0 finds the launch that 1 prepared, so types count. For values that are not in
+        the key, the key says whether a kernel may be given them: a prepared launch had acceptable ones. For outputs it
+        has the neg bit and any strides that are not contiguous.
         """
         parts, known = [], dict[str, Any]()
         for row in self.arguments.values():
@@ -227,7 +227,7 @@ class Operator:
             if row.address:
                 parts.append(f"None if (t := {value}) is None else {_SIGNATURE}")
             elif row.written and row.may_be_none:
-                usual = "t.is_contiguous() and not t.is_neg()"  # of one number the sign may be all that is unusual
+                usual = "t.is_contiguous() and not t.is_neg()"  # one number is contiguous, negated or not
                 parts.append(f"None if (t := {value}) is None or {usual} else (t.stride(), t.is_neg())")
             elif option and option.schema != "":
                 known |= {f"fact_{row.name}": option.fact, f"fits_{row.name}": option.fits}
@@ -240,11 +240,11 @@ class Operator:
         return compiled(f"lambda r: ({''.join(f'{part}, ' for part in parts)})", **known)
 
     def _check_addresses(self) -> Callable[[Values, set[tuple[int, ...]]], object]:
-        """The function behind `check_addresses`, which takes shapes and strides for known: a launch's key has them.
+        """Makes the function `check_addresses`, which does not look at shapes and strides: a launch's key has them.
 
-        Tensors of several storages cannot meet. To look at storages takes 2 us, so `apart` has the addresses of earlier
-        calls that were of several: the next call in a layer has them again. None counts as address 0, and so does a `q`
-        that is also `out`, which it may be.
+        Tensors of different storages cannot overlap. Looking at storages takes 2 us, so `apart` keeps the addresses of
+        earlier calls whose storages differed: the next call in a layer has them again. None counts as address 0, and so
+        does a `q` that is also `out`, which is allowed.
         """
         parts = {name: f"0 if (t := r[{name!r}]) is None else t.data_ptr()" for name in self.tensors}
         if "q" in parts and "out" in self.written:
@@ -253,7 +253,7 @@ class Operator:
         return compiled(f"lambda r, apart: (at := {addresses}) in apart or check(r, apart, at)", check=self._check_new)
 
     def _check_new(self, request: Values, apart: set[tuple[int, ...]], addresses: tuple[int, ...]) -> None:
-        """`check_addresses` of addresses that are not in `apart` yet."""
+        """Runs `check_addresses` on addresses that are not in `apart` yet."""
         written = {name: request[name] for name in self.written}
         if share_storage(written, dict(zip(self.tensors, addresses, strict=True))):
             self.check_outputs(request)
@@ -263,14 +263,14 @@ class Operator:
         apart.add(addresses)
 
     def facts_of(self, request: Values) -> dict[str, Any]:
-        """The fields of the kernel's spec that options say."""
+        """Returns the fields of the kernel's spec that options decide."""
         return {name: fact(request.get(name)) for name, fact in self._facts}
 
     # ---- torch
 
     @property
     def schema(self) -> str:
-        """Arguments and results, as torch takes them."""
+        """Arguments and results as a torch schema."""
         aliases = dict(zip(self.written, "abcdefgh", strict=False))
         rows = ", ".join(self.arguments[name].schema(aliases.get(name, "")) for name in self.names)
         return f"({rows}) -> {self.returns}"
@@ -286,14 +286,14 @@ class Operator:
         """Registers the operator with torch for CPU and CUDA tensors, and returns the function that callers use.
 
         That function takes a request. In eager mode it calls `run` directly, which saves the 7 us of torch's
-        dispatcher. It calls the operator while something traces (see `is_traced`), and where autograd must record the
+        dispatcher. It calls the operator while something traces (see `is_traced`), and if autograd must record the
         call.
 
         Args:
             run: computes the results of a request of real tensors.
             fake: returns empty tensors of the right shape and dtype, or None for "-> ()".
-            backward: backward(ctx, *gradients of the results) returns gradients by argument; those left out are None.
-                It is traced too, so it calls operators (`torch.ops`), never a `run`. Not for operators that write.
+            backward: backward(ctx, *gradients of the results) returns gradients by argument name; absent ones are None.
+                It is traced too, so it calls operators (`torch.ops`), never a `run`. Written outputs allow no backward.
             setup_context: setup_context(ctx, request, output) saves what `backward` needs.
         """
         _library.define(f"{self.name}{self.schema}", tags=(torch.Tag.pt2_compliant_tag,))
@@ -316,25 +316,25 @@ class Operator:
             torch.library.register_autograd(full_name, gradients, setup_context=setup, lib=_library)
 
         def call(request: Values) -> Any:
-            if forward_ad._current_level >= 0:  # of what is traced the operator would lose derivatives
+            if forward_ad._current_level >= 0:  # a traced call of the operator would lose derivatives
                 refuse_transformed(self.tensors, self.tensors_of(request))
             if is_traced() or (backward is not None and needs_grad(*self.tensors_of(request))):
                 given = {**self.defaults, **request}
-                # by position, because torch.compile looks into an argument named `out`; what is left out comes last
+                # by position, because torch.compile inspects an argument named `out`; omitted arguments come last
                 return op(*[given[name] for name in self.names if name in given])
             return run(request)
 
         return call
 
     def _by_position(self, run: Callable[[Any], Any]) -> Callable[..., Any]:
-        """As torch's dispatcher calls it, which leaves out defaults at the end."""
+        """Returns `run` in the form that torch's dispatcher calls: by position, with trailing defaults left out."""
         return lambda *values: run({**self.defaults, **dict(zip(self.names, values, strict=False))})
 
 
 def compiled(expression: str, **known: Any) -> Any:
-    """The value of a Python expression of this package over known names.
+    """Evaluates a Python expression of this package over known names.
 
-    A launch runs what names and positions say without looking at them: a loop over a table would take 2 us a call.
+    The compiled expression names all arguments: a loop over a table in each launch would take 2 us.
     """
     return eval(expression, known)
 
@@ -342,11 +342,11 @@ def compiled(expression: str, **known: Any) -> Any:
 signature: Callable[[torch.Tensor | None], tuple[Any, ...] | None] = compiled(
     f"lambda t: None if t is None else {_SIGNATURE}"
 )
-"""The facts that a compiled kernel does not check of a tensor that it gets as an address."""
+"""The properties of a tensor that a compiled kernel cannot check when it gets an address."""
 
 
 def _described(table: type) -> str:
-    """The lines of a table's docstring that describe arguments, as a docstring of Google's form has them."""
+    """Returns the lines of a table's docstring that describe arguments, in Google's docstring format."""
     text = inspect.cleandoc(table.__doc__ or "").partition("\n\n")[2]
     return "\n".join(f"    {line}" if line else "" for line in text.splitlines())
 

@@ -1,7 +1,7 @@
-"""Memory of written tensors: no element of theirs may share it with another one, nor with another argument.
+"""Memory of written tensors: no element may share memory with another element, nor with another argument.
 
-`check_written` compares exactly and runs with the other checks. A prepared launch has the strides of outputs that are
-not contiguous in its key, and `Operator.check_addresses` looks at the rest.
+`check_written` compares exactly and runs with the other checks. The key of a prepared launch has the strides of outputs
+that are not contiguous, and `Operator.check_addresses` checks the addresses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cute_kernels.runtime.checks import check_plain, fail
 
 _NEEDS = "memory of its own: it is written"
 _MANY = 256
-"""Multiples of one stride that are tried; tensors with more count as overlapping. Tensors of one pitch need two."""
+"""Most multiples of one stride that are tried; tensors with more count as overlapping. Equal pitches need two."""
 
 
 def check_written(
@@ -27,8 +27,8 @@ def check_written(
 
     Args:
         written: tensors by argument, which other checks have passed.
-        read: likewise.
-        in_place: a written and a read argument that may be the same elements at the same places.
+        read: read tensors by argument, which other checks have passed.
+        in_place: a written and a read argument that may be the same elements at the same addresses.
     """
     rest = {name: t for name, t in (*read.items(), *written.items()) if t is not None and t.numel()}
     for name, t in written.items():
@@ -73,7 +73,7 @@ def check_strides(name: str, shape: Sequence[int], strides: Sequence[int]) -> No
 
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements may have one address: a stride does not pass over all elements of the smaller strides."""
+    """Whether two elements may share an address: some stride is below the extent of all smaller strides."""
     reach = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1:
@@ -92,7 +92,7 @@ _Axes = tuple[tuple[int, int], ...]
 
 
 def _axes(t: torch.Tensor) -> _Axes:
-    """(stride in bytes, size) of each axis, the bytes of an element the last one."""
+    """Returns (stride in bytes, size) of each axis; the last one is the bytes of an element."""
     itemsize = t.element_size()
     strides = zip(t.stride(), t.shape, strict=True)
     return (*((stride * itemsize, size) for stride, size in strides if stride and size > 1), (1, itemsize))
@@ -104,13 +104,13 @@ def _overlap(a: _Axes, b: _Axes, distance: int) -> bool:
     most: dict[int, int] = {}
     for stride, size in (*a, *b):
         most[stride] = most.get(stride, 0) + size - 1
-    # an offset in b is its largest one less a multiple of each stride, so both sides are sums of multiples
+    # an offset in b is its largest offset less a multiple of each stride, so both sides are sums of multiples
     target = distance + sum(stride * (size - 1) for stride, size in b)
     return _is_sum(target, tuple(sorted(most.items(), reverse=True)))
 
 
 def _is_sum(target: int, most: tuple[tuple[int, int], ...]) -> bool:
-    """Whether target is a sum of multiples of strides, of each at most so many; strides fall."""
+    """Whether target is a sum of multiples of strides, each with a largest factor; strides fall."""
     if not most:
         return target == 0
     (stride, times), *others = most

@@ -12,23 +12,23 @@ import importlib.util
 from pathlib import Path
 
 FORMATS_PACKAGE = "fp8_mla"
-"""The only other package whose sources change kernels, by `fp8_mla.formats`."""
+"""The only other package whose sources change kernels: they import `fp8_mla.formats`."""
 
 
 def modules_of_kernel(kernel: str, spec_module: str) -> tuple[str, ...]:
-    """The module of a kernel class, "module:class", and that of its spec if both are in one package."""
+    """Returns the module of a kernel class, "module:class", and the spec's module if both are in one package."""
     module = kernel.partition(":")[0]
     return (module, spec_module) if spec_module.partition(".")[0] == module.partition(".")[0] else (module,)
 
 
 @functools.cache
 def parameters(kernel: str) -> tuple[str, ...]:
-    """The arguments of a kernel class, "module:class": those of its `__call__` but self and the stream, in order.
+    """Returns the argument names of a kernel class, "module:class": those of `__call__` without self and the stream.
 
-    They are read from the source: to import the class would import cutlass, which a kernel from disk does not need.
+    They are read from the source: importing the class would import cutlass, which a kernel from disk does not need.
 
     Raises:
-        ValueError: the module has no such class, or the class no `__call__` of its own.
+        ValueError: the module lacks the class, or the class lacks a `__call__` of its own.
     """
     module, _, name = kernel.partition(":")
     spec = importlib.util.find_spec(module)
@@ -41,15 +41,15 @@ def parameters(kernel: str) -> tuple[str, ...]:
 
 
 def sources(*modules: str) -> list[Path]:
-    """The files of modules of one package and all that they import, directly or not, of it and `FORMATS_PACKAGE`.
+    """Returns the files of modules of one package and all that they import, directly or not, of it and FORMATS_PACKAGE.
 
     They are read from the syntax trees: imports inside of functions count, those under TYPE_CHECKING do not. The
-    `__init__.py` of a package counts where the package itself is imported.
+    `__init__.py` of a package counts if the package itself is imported.
 
     Raises:
         ValueError: there is no such module, or it has no source file.
     """
-    places: dict[str, Path] = {}  # of top-level packages: a directory need not have the package's name
+    places: dict[str, Path] = {}  # by top-level package: its directory need not have the package's name
     for module in modules:
         spec = importlib.util.find_spec(module)
         if spec is None or spec.origin is None:
@@ -71,7 +71,7 @@ def sources(*modules: str) -> list[Path]:
 
 
 def _place(file: Path, module: str) -> Path:
-    """The directory of a module's top-level package; of a module without one, its file without suffix."""
+    """Returns the directory of a module's top-level package; without a package, the module's file without suffix."""
     parts = module.split(".")[1:]
     if parts:
         return file.parents[len(parts) - 1]
@@ -79,13 +79,13 @@ def _place(file: Path, module: str) -> Path:
 
 
 def _files(place: Path, module: str) -> list[Path]:
-    """The source file of a module of the package at `place`, as a list; empty if there is none."""
+    """Returns the source file of a module of the package at `place`, as a list; empty if the module does not exist."""
     path = place.joinpath(*module.split(".")[1:])
     return [file for file in (path.parent / f"{path.name}.py", path / "__init__.py") if file.is_file()]
 
 
 def _imports(file: Path, module: str) -> list[str]:
-    """The names that a file imports; "from a import b" gives a and a.b, which may be a module."""
+    """Returns the names that a file imports; "from a import b" gives a and a.b, which may be a module."""
     package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
     names = []
     to_visit: list[ast.AST] = [ast.parse(file.read_bytes())]
@@ -106,5 +106,5 @@ def _imports(file: Path, module: str) -> list[str]:
 
 
 def _name(test: ast.expr) -> str | None:
-    """The last part of a dotted name; None for other expressions."""
+    """Returns the last part of a dotted name; None for other expressions."""
     return test.attr if isinstance(test, ast.Attribute) else test.id if isinstance(test, ast.Name) else None

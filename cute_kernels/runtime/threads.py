@@ -1,4 +1,4 @@
-"""Threads of this package's own, for work that nothing of the caller's thread may reach.
+"""Threads of this package, for work that nothing in the caller's thread may interrupt.
 
 An exception that a signal handler raises (Ctrl-C, a notebook's stop button, a test's time limit) arrives in the main
 thread, between any two steps of Python. In the middle of a compilation or of the import of the compiler it ends the
@@ -24,7 +24,7 @@ os.register_at_fork(before=compiling.acquire, after_in_parent=compiling.release,
 
 
 def in_new_thread(work: Callable[[], Result]) -> Result:
-    """The result of `work`, or its exception, from a new thread.
+    """Returns the result of `work`, or its exception, from a new thread.
 
     If the wait for it is interrupted, the thread goes on; a process that exits waits for it.
     """

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _SHARED_MEMORY = "/dev/shm"  # to make and remove a directory takes 0.02 ms there, 4 ms on ext4
-_MOST_LINKS = 40  # on one path: the limit of Linux
+_MOST_LINKS = 40  # most links on one path: the limit of Linux
 _MFD_CLOEXEC, _MFD_NOEXEC_SEAL = 1, 8
 
 
@@ -25,7 +25,7 @@ class Untrusted(OSError):
     """A file or directory that another user could have written or replaced.
 
     Attributes:
-        remedy: a command that repairs it, or "" where this user cannot.
+        remedy: a command that repairs it, or "" if this user cannot.
     """
 
     def __init__(self, reason: str, remedy: str = "") -> None:
@@ -46,12 +46,12 @@ def check_directory(path: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), real)
     _check_owner(real, found, {0, os.geteuid()})
     if found.st_mode & 0o022:
-        # a sticky directory such as /tmp is shared on purpose: its mode is right, but it is no place for entries
+        # a sticky directory such as /tmp is shared on purpose: its mode is right, but entries do not belong there
         raise _writable(real, found, "" if found.st_mode & stat.S_ISVTX else f"chmod go-w {shlex.quote(real)}")
 
 
 def check_path(path: Path) -> str:
-    """Checks every directory and link on the way to `path`, and `path` itself like those.
+    """Checks every directory and link on the way to `path`, and `path` itself.
 
     Each must belong to this user or root. Others may write a directory only if it is sticky, so that they cannot rename
     files of this user; a group may only if this user is its one member.
@@ -66,7 +66,7 @@ def check_path(path: Path) -> str:
     root = os.lstat("/").st_uid  # the host's root has another number in a user namespace; the owner of / owns all below
     owners = {0, root, os.geteuid()}
     here, links = "/", 0
-    absolute = path if path.is_absolute() else Path.cwd() / path  # fails if the current directory was removed
+    absolute = path if path.is_absolute() else Path.cwd() / path  # cwd() fails if the current directory was removed
     todo = list(reversed(absolute.parts))
     while todo:
         part = todo.pop()
@@ -142,7 +142,7 @@ def open_file(path: Path, flags: int) -> int:
 
 @contextlib.contextmanager
 def private_path(data: bytes, suffix: str, *spare: Path) -> Iterator[Path]:
-    """A new path to a file with content `data` that only this process can reach. Both are gone at exit.
+    """Yields a new path to a file with content `data` that only this process can reach. Both are gone at exit.
 
     The data is in memory, so a temporary directory that forbids execution (noexec) works too. The path is a link in a
     new directory, because dlopen does not read a file whose path it knows: it returns the library that it has loaded
@@ -150,12 +150,12 @@ def private_path(data: bytes, suffix: str, *spare: Path) -> Iterator[Path]:
 
     Args:
         data: content of the file.
-        suffix: of its name.
-        spare: directories for the link if neither /dev/shm nor the directory of temporary files can be used.
+        suffix: suffix of the file's name.
+        spare: directories for the link if neither /dev/shm nor the temporary directory can be used.
 
     Raises:
-        Untrusted: others could replace any directory that there is for the link.
-        OSError: there is no directory for it.
+        Untrusted: others could replace every directory that exists for the link.
+        OSError: no directory exists for the link.
     """
     descriptor = _memory_file()
     try:
@@ -181,7 +181,7 @@ def _private_directory(*spare: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 def _memory_file() -> int:
-    # from the C library, which has it since glibc 2.27: a Python built with an older one lacks os.memfd_create
+    # called in the C library, which has it since glibc 2.27: a Python built with an older one lacks os.memfd_create
     library = ctypes.CDLL(None, use_errno=True)
     # the seal forbids exec, not dlopen; Linux may require it (vm.memfd_noexec), and before 6.3 it does not know it
     for flags in (_MFD_CLOEXEC | _MFD_NOEXEC_SEAL, _MFD_CLOEXEC):
@@ -211,7 +211,7 @@ def _writable(path: str, found: os.stat_result, remedy: str) -> Untrusted:
 
 
 def _has_access_list(path: str) -> bool:
-    # where there is one, the group's bits apply to all users that it names
+    # if there is an access list, the group's bits apply to all users that it names
     try:
         return "system.posix_acl_access" in os.listxattr(path)
     except OSError:

@@ -11,7 +11,7 @@ stream that it was made for, so freed memory is used again only after earlier la
 
 A stream is known by its handle, which the driver may give to a later stream once this one is destroyed: the two then
 share a workspace. torch destroys none of its streams. Whoever makes one otherwise (`torch.cuda.ExternalStream`) waits
-for its work before destroying it. To ask the driver for a stream's own number would take a call in every launch.
+for its work before destroying it. Asking the driver for a stream's unique number would take a call in every launch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cute_kernels.runtime.memory import is_gpu_capturing, outside_pools
 
 STEP = 1 << 24  # float32 values, 64 MiB
 STREAMS = 32
-"""Workspaces that a thread keeps per device: the number of streams that torch has of one priority."""
+"""Workspaces that a thread keeps per device, as many as torch has streams of one priority."""
 
 
 class Need(NamedTuple):
@@ -43,13 +43,13 @@ class Workspace(NamedTuple):
 
     values: torch.Tensor  # float32
     counters: torch.Tensor  # int32
-    size: int  # len(values), which takes 1 us to ask of a tensor
+    size: int  # len(values), because asking the tensor takes 1 us
     num_counters: int
-    addresses: tuple[int, int]  # of both
+    addresses: tuple[int, int]  # addresses of values and counters
 
 
 class _ThreadWorkspaces(threading.local):
-    """The workspaces of this thread, by device and stream; they go when it ends."""
+    """The workspaces of this thread, by device and stream; they are freed when the thread ends."""
 
     def __init__(self) -> None:
         self.workspaces: dict[tuple[int | None, int], Workspace] = {}
@@ -62,9 +62,9 @@ def reserve(device: torch.device, size: int, num_counters: int) -> Need:
     """Describes the workspace of a launch, and fills counters for later graphs: under capture they cannot be filled.
 
     Args:
-        device: of the launch, with an index.
+        device: the device of the launch, with an index.
         size: float32 values.
-        num_counters: int32 counters; 0 where a launch leaves them alone.
+        num_counters: int32 counters; 0 if the launch uses none.
     """
     counters = slab(device)
     if num_counters:
@@ -73,7 +73,7 @@ def reserve(device: torch.device, size: int, num_counters: int) -> Need:
 
 
 def addresses(need: Need) -> tuple[int, int]:
-    """Addresses of values for the partials of one launch, and of counters that are 0; (0, 0) if it needs neither.
+    """Returns addresses of float32 values and of zeroed counters for one launch; (0, 0) if it needs neither.
 
     A launch leaves its counters at 0.
     """
@@ -96,12 +96,12 @@ def addresses(need: Need) -> tuple[int, int]:
 
 
 def kept() -> list[Workspace]:
-    """The workspaces of this thread, the oldest first."""
+    """Returns the workspaces of this thread, the oldest first."""
     return list(_this_thread.workspaces.values())
 
 
 def _graph_addresses(need: Need) -> tuple[int, int]:
-    values = torch.empty(need.size, dtype=torch.float32, device=need.device)  # of the graph's pool
+    values = torch.empty(need.size, dtype=torch.float32, device=need.device)  # from the graph's pool
     if not need.num_counters:
         return values.data_ptr(), 0
     counters = need.counters.borrow(need.num_counters)
@@ -112,12 +112,12 @@ def _graph_addresses(need: Need) -> tuple[int, int]:
 
 
 def _rounded(n: int) -> int:
-    """Up to a power of two, so that it seldom grows; large sizes to whole steps, else up to half would be unused."""
+    """Rounds up to a power of two, so that growth is rare; large sizes to whole steps, else up to half is unused."""
     return -(-n // STEP) * STEP if n > STEP else 1 << max(0, n - 1).bit_length()
 
 
 def _grow(need: Need, key: tuple[int | None, int]) -> Workspace:
-    """Replaces the workspace by one that is large enough; also refills the counters of graphs."""
+    """Replaces the workspace by one that is large enough, and refills the counters of graphs."""
     if need.counters.is_low:
         need.counters.refill()
     workspaces = _this_thread.workspaces

@@ -1,1 +1,1 @@
-"""Prefill and training attention with sinks and a sliding window, differentiable, and the way to the decode kernel."""
+"""Prefill and training attention with sinks and a sliding window, differentiable; short calls run the decode kernel."""

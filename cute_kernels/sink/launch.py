@@ -1,12 +1,12 @@
-"""The launches of `sink_attention` on a GPU: their arguments, their scratch memory, and what they leave in it.
+"""The launches of `sink_attention` on a GPU: their arguments and their scratch memory.
 
-`op.py` has checked all arguments, allocated all outputs and answered the calls without any query or key itself.
+`op.py` has checked all arguments, allocated all outputs, and answered calls without any query or key itself.
 
 Scratch memory comes from torch's allocator, so it belongs to the current stream, or to the graph under capture. Only
 the counters of the kernels' schedules, which are 0 between launches, are kept: see `runtime/workspace.py`.
 
-The kernels take softmax scales above 0, and the backward at most 65535 sequences and heads. Other calls, of which no
-model makes one, run plain torch on the tensors' device, in float32: right, but slow, and not under graph capture.
+The kernels take softmax scales above 0, and the backward at most 65535 sequences and heads. No model makes other calls;
+they run plain torch on the tensors' device, in float32, which is slow and not possible under graph capture.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from cute_kernels.sink.spec import SinkForwardSpec, SinkWorkListSpec
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 NO_WINDOW = 2**30
 SCALES = (2.0**-100, 2.0**100)
-"""Softmax scales that leave room for scores in float32."""
+"""The range of softmax scales that leaves room for scores in float32."""
 MAX_GRID = 65535
-COUNTERS = 2  # of a kernel that takes items from a list
+COUNTERS = 2  # counters of a kernel that takes work tiles from a list
 
 
 class BackwardRows(NamedTuple):
-    """What a backward has of each query.
+    """Inputs of a backward with a row for each query.
 
-    dout    gradient of out, its shape and dtype; strides and address as those of q in a launch
+    dout    gradient of out, its shape and dtype; in a launch with strides and alignment of q
     out     q's shape and dtype, contiguous
     lse     (batch, s_q, h_q), packed (tokens_q, h_q), float32, contiguous: natural log, without the sink
     delta   lse's shape, float32, contiguous; None: sum_d dout out
@@ -59,7 +59,7 @@ class BackwardRows(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What the backward writes; `ds_aux` has no elements where there is no sink."""
+    """Outputs of the backward; `ds_aux` has no elements if there is no sink."""
 
     dq: torch.Tensor
     dk: torch.Tensor
@@ -68,7 +68,7 @@ class Gradients(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """Sizes of a call; packed, s_q and s_k are those of all sequences together."""
+    """Sizes of a call. If packed, s_q and s_k count all sequences together."""
 
     batch: int
     s_q: int
@@ -87,7 +87,7 @@ class _Sizes(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Queries of all sequences."""
+        """Number of queries of all sequences."""
         return self.s_q if self.packed else self.batch * self.s_q
 
     @property
@@ -100,14 +100,14 @@ def launch_forward(request: Request, out: torch.Tensor, lse: torch.Tensor) -> No
     """Starts the forward.
 
     Args:
-        request: as `op` makes it for launches, with at least one query and one key in all.
+        request: as `op` makes it for launches, with at least one query and one key in total.
         out: q's shape and dtype, contiguous, its memory not initialized. Every element is written.
         lse: (batch, s_q, h_q), packed (tokens_q, h_q), float32, contiguous, not initialized. Every element is written:
             natural log, the softmax scale applied, without the sink.
 
     A query without keys (at a negative position under `causal`, in a packed sequence that has none, or past the last
-    sequence) gets out 0 and lse -inf. A sink of +inf gives out 0 and leaves lse as it is. What tokens of another
-    sequence hold, NaN included, reaches neither.
+    sequence) gets out 0 and lse -inf. A sink of +inf gives out 0 and leaves lse unchanged. Tokens of another
+    sequence, NaN included, affect neither.
     """
     if not _has_kernel_scale(request):
         result, result_lse = reference_sink_attention(**_of_reference(request), dtype=torch.float32)
@@ -122,17 +122,17 @@ def launch_forward(request: Request, out: torch.Tensor, lse: torch.Tensor) -> No
 
 
 def launch_backward(request: Request, rows: BackwardRows, gradients: Gradients) -> None:
-    """Starts the backward: `prepare`, the kernel where keys stay, and `finish` or the kernel where queries stay.
+    """Starts the backward: `prepare`, the key-stationary kernel, and `finish` or the query-stationary kernel.
 
     Args:
-        request: that of the forward, with at least one query and one key in all.
-        rows: of the same queries.
+        request: the request of the forward, with at least one query and one key in total.
+        rows: inputs of the same queries.
         gradients: of q's, k's and v's shapes and dtypes, contiguous, not initialized. Every element is written: 0 for a
-            query without keys and for a key that no query sees. A sink of -inf or +inf gets 0, and so does a head none
-            of whose queries has keys.
+            query without keys and for a key that no query sees. A sink of -inf or +inf gets 0, and so does a head whose
+            queries have no keys.
 
-    If deterministic, the same call gives the same bits in all four. Without, dq is a sum in float32 whose
-    terms come in any order; dk, dv and ds_aux have the same bits anyway.
+    If deterministic, the same call gives the same bits in all four gradients. Otherwise dq is a float32 sum whose terms
+    come in any order; dk, dv and ds_aux have the same bits anyway.
     """
     sizes = _Sizes.of(request)
     if not _has_kernel_scale(request) or max(sizes.batch, sizes.h_q) > MAX_GRID:
@@ -174,7 +174,7 @@ def launch_backward(request: Request, rows: BackwardRows, gradients: Gradients) 
 
 
 def _run(spec: KernelSpec, arguments: Mapping[str, Any]) -> None:
-    """Launches the kernel of a spec with those of the arguments that it has."""
+    """Launches the kernel of a spec with the arguments that it takes."""
     get_kernel(spec)(*(arguments[name] for name in parameters(spec.kernel)))
 
 
@@ -191,14 +191,14 @@ def _operands(request: Request) -> dict[str, torch.Tensor]:
 
 
 def _mask(request: Request) -> dict[str, int]:
-    """What kernels are told of the keys that a query sees."""
+    """Returns the kernels' arguments that say which keys a query sees."""
     return {"window": NO_WINDOW if request["window"] is None else request["window"], "causal": int(request["causal"])}
 
 
 def _counters(device: torch.device) -> int:
-    """Address of counters that are 0 when the next launch begins, and again when it has ended.
+    """Returns the address of counters that are 0 when the next launch begins, and again when it has ended.
 
-    Asked for last: under capture they may be memory of the graph that the next tensor gets.
+    It must be called last: under capture the counters may be memory of the graph that the next tensor would get.
     """
     return workspace.addresses(_need(device))[1]
 
@@ -210,18 +210,18 @@ def _need(device: torch.device) -> workspace.Need:
 
 
 def _sink(request: Request) -> torch.Tensor:
-    """The sinks, -inf where there are none."""
+    """Returns the sinks, -inf if there are none."""
     heads = request["q"].shape[-2]
     s_aux = request["s_aux"]
     if s_aux is not None:
-        return s_aux.detach().as_strided((heads,), (1,))  # of one head the stride may be anything
+        return s_aux.detach().as_strided((heads,), (1,))  # with one head the stride may be anything
     if heads <= MAX_HEADS:
         return memory.constants(request["q"].device).no_sink[:heads]
     return torch.full((heads,), -torch.inf, dtype=torch.float32, device=request["q"].device)
 
 
 def _strided(t: torch.Tensor) -> torch.Tensor:
-    """The tensor with strides that kernels take in dimensions of size 1 as well, where torch leaves them open."""
+    """Returns the tensor with strides that kernels take, also in dimensions of size 1, where torch allows any."""
     if 1 in t.shape:
         d = t.shape[-1]
         return t.detach().as_strided(t.shape, [d if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True)])
@@ -229,12 +229,12 @@ def _strided(t: torch.Tensor) -> torch.Tensor:
 
 
 def _kind(request: Request, sizes: _Sizes) -> dict[str, Any]:
-    """What all variants of kernels are chosen by."""
+    """Returns the facts that all variants of kernels are chosen by."""
     return {"dtype": NAMES[request["q"].dtype], "d": sizes.d, "packed": sizes.packed, "window": request["window"]}
 
 
 def _numbers(request: Request, sizes: _Sizes, stay: str) -> dict[str, Any]:
-    """Numbers of the kernels in which "queries" or "keys" stay. Counters are asked for last: see `_counters`."""
+    """Returns numbers for the kernels whose "queries" or "keys" stay. Counters come last: see `_counters`."""
     cut: dict[str, Any] = {
         "batch": sizes.batch,
         "s_k": sizes.s_k,
@@ -255,10 +255,10 @@ def _numbers(request: Request, sizes: _Sizes, stay: str) -> dict[str, Any]:
 def _work(
     request: Request, sizes: _Sizes, rows: int, *, of_keys: bool = False, **filled: torch.Tensor
 ) -> dict[str, torch.Tensor | None]:
-    """Lengths, and the list of blocks of `rows` queries (or keys), which a launch makes; all None unless packed.
+    """Returns lengths, and the list of blocks of `rows` queries (or keys) from a launch; all None unless packed.
 
-    The launch also fills rows past the last sequence of results, which are "queries", "lses", "keys" and "values": with
-    zeros, and -inf in "lses".
+    The launch also fills rows past the last sequence of the results "queries", "lses", "keys" and "values" with zeros,
+    and with -inf in "lses".
     """
     cu_seqlens_q, cu_seqlens_k = request["cu_seqlens_q"], request["cu_seqlens_k"]
     if cu_seqlens_q is None:
@@ -266,7 +266,7 @@ def _work(
     listed, other = (sizes.s_k, sizes.s_q) if of_keys else (sizes.s_q, sizes.s_k)
     work = torch.empty((listed // rows + sizes.batch + 1, 2), dtype=torch.int32, device=cu_seqlens_q.device)
     lists = {"mCuQ": cu_seqlens_q, "mCuK": cu_seqlens_k, "mWork": work}
-    words = sizes.d // 2  # of 16-bit values
+    words = sizes.d // 2  # words of two 16-bit values
     numbers = {
         "rows": rows,
         **_mask(request),

@@ -1,4 +1,4 @@
-"""`sink_attention`: checks, choice of the kernel, and the operators that torch differentiates and traces."""
+"""`sink_attention`: its checks, the choice of the kernel, and the operators that torch differentiates and traces."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def sink_attention(
     if request["deterministic"] is False:
         request["deterministic"] = torch.are_deterministic_algorithms_enabled()
     if not is_traced():
-        if differentiable:  # otherwise torch's dispatcher raises first, and its message has types only
+        if differentiable:  # else torch's dispatcher raises first, and its message only has types
             check(request)
         elif isinstance(q, torch.Tensor) and q.is_cuda:
             decoded = _decode_or_explain(request)
@@ -117,9 +117,9 @@ def sink_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Compute gradients of attention with sinks, for callers who differentiate by hand, such as rings.
 
-    `sink_attention` does this by itself where autograd records it. Here k and v may be some of the keys that the
+    `sink_attention` does this by itself if autograd records it. Here k and v may be some of the keys that the
     queries see: given the out and lse of all of them, dq of the parts add up, and dk and dv are those of the part.
-    The gradient of s_aux belongs to the queries, so every part returns all of it: take that of one.
+    The gradient of s_aux belongs to the queries, so every part returns all of it: take one part's.
 
     CPU tensors run the reference, which computes in float64 from the out and lse that it is given.
     `cute_kernels.sink.request` has the arguments.
@@ -149,7 +149,7 @@ def sink_attention_backward(
 
 
 def cast_under_autocast(q: Any, k: Any, v: Any, s_aux: Any) -> tuple[Any, Any, Any, Any]:
-    """The tensors of a call; under autocast q, k and v in its dtype, and s_aux in float32."""
+    """Returns the tensors of a call; under autocast q, k and v in its dtype, and s_aux in float32."""
     device_type = q.device.type if isinstance(q, torch.Tensor) else None
     if device_type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device_type):
         return q, k, v, s_aux
@@ -165,7 +165,7 @@ def _cast(t: Any, dtype: torch.dtype) -> Any:
 
 
 def check(request: Request) -> None:
-    """Raises an error that names the argument, if any argument is wrong."""
+    """Checks the arguments; an error names the wrong one."""
     q, k, v, s_aux = request["q"], request["k"], request["v"], request["s_aux"]
     cu_seqlens_q, cu_seqlens_k = request["cu_seqlens_q"], request["cu_seqlens_k"]
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
@@ -219,14 +219,14 @@ def _check_options(request: Request) -> None:
 
 
 _checked_lengths: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""For each checked tensor: its version at that time, and its number of tokens."""
+"""The version of each tensor when it was checked, and its number of tokens."""
 
 
 def _check_lengths(name: str, cu_seqlens: torch.Tensor, tokens: int) -> None:
     """Checks contents on the device, once for each tensor and each version of it.
 
-    All layers of a model share their lengths, so a step waits once. Capture forbids the wait. An inference-mode tensor
-    has no version, so only its first contents are checked.
+    All layers of a model share their lengths, so a step waits only once. Capture forbids the wait. An inference-mode
+    tensor has no version, so only its first contents are checked.
     """
     if memory.is_capturing(cu_seqlens.device):
         return
@@ -248,7 +248,7 @@ def _check_lengths(name: str, cu_seqlens: torch.Tensor, tokens: int) -> None:
 
 
 def _decodes(request: Request) -> bool:
-    """Whether the call runs the kernel of `gqa_decode`, whose results are deterministic."""
+    """Returns whether the call runs the kernel of `gqa_decode`, whose results are deterministic."""
     q, k = request["q"], request["k"]
     if q.dim() != 4 or k.dim() != 4:
         return False
@@ -291,7 +291,7 @@ def _decode(request: Request) -> Any:
 
 
 def _decode_if_few(request: Request) -> Any:
-    """The result of `gqa_decode` where that is faster; None where the forward kernel must run."""
+    """Returns the result of `gqa_decode` if that is faster; None if the forward kernel must run."""
     if not (_decodes(request) and _fits_prefill(request)):
         return None
     _check_options(request)
@@ -314,7 +314,7 @@ def _run_forward(request: Request) -> Both:
 
 
 def _forward_on_gpu(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launches; the arguments are checked."""
+    """Launches the forward; the arguments have been checked."""
     if _decodes(request):
         out, lse = _decode(request)
         return out, lse
@@ -328,7 +328,7 @@ def _forward_on_gpu(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _has_queries_and_keys(request: Request) -> bool:
-    """Whether there is anything to launch for; packed tokens may all be padding, of no sequence."""
+    """Returns whether there is anything to launch for; all packed tokens may be padding."""
     cu_seqlens = request["cu_seqlens_q"]
     return bool(request["q"].numel() and request["k"].numel() and (cu_seqlens is None or cu_seqlens.shape[0] > 1))
 
@@ -339,13 +339,13 @@ def _fake_forward(request: Request) -> Both:
 
 
 def _launchable(request: Request) -> Request:
-    """The request for a launch: defaults filled in, and copies of tensors whose rows kernels cannot read.
+    """Makes the request for a launch: fills in defaults, and copies tensors whose rows kernels cannot read.
 
-    Strides of q, k and v are positive multiples of 16 bytes, but for dimensions of size 1. A window hides a key.
+    Strides of q, k and v are then positive multiples of 16 bytes, except in dimensions of size 1. A window hides a key.
     """
     q, k, v = (_plain(request[name]) for name in ("q", "k", "v"))
     window, scale = request["window"], request["softmax_scale"]
-    # how many tokens there are of other sequences must not choose a row's kernel
+    # the tokens of other sequences must not decide a row's kernel
     most = k.shape[-3] if request["cu_seqlens_q"] is None else MAX_TOKENS
     return {
         **request,
@@ -358,10 +358,10 @@ def _launchable(request: Request) -> Request:
 
 
 def _plain(t: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a contiguous copy where rows are expanded, not contiguous or not aligned.
+    """Returns the tensor, or a contiguous copy if rows are expanded, not contiguous or not aligned.
 
-    Of q, k and v only expanded rows are left after the checks. A gradient comes as autograd made it, for example
-    expanded by a sum.
+    In q, k and v the checks leave only expanded rows. A gradient comes as autograd made it, for example expanded by a
+    sum.
     """
     stride, size, row = t.stride(), t.shape, ALIGN // t.element_size()
     good = t.data_ptr() % ALIGN == 0 and stride[-1] == 1
@@ -371,7 +371,7 @@ def _plain(t: torch.Tensor) -> torch.Tensor:
 
 
 def check_backward(request: BackwardRequest) -> Request:
-    """Raises an error that names the argument, if any argument is wrong; returns the request of the forward."""
+    """Checks the arguments, naming the wrong one; returns the request of the forward."""
     forward: Request = FORWARD.request(
         **{name: value for name, value in request.items() if name in FORWARD.arguments}, differentiable=True
     )

@@ -1,4 +1,4 @@
-"""Which kernels answer a call of `sink_attention`, and in which order they work: pure Python, from shapes alone.
+"""Which kernels answer a call of `sink_attention`, and the order of their work: pure Python, from shapes alone.
 
 One query token leaves a query tile of the prefill kernel nearly empty, and one CTA would read all keys of a head.
 `gqa_decode` splits the keys among all CTAs instead and merges their partials. With enough queries a query tile is full,
@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 Route = Literal["decode", "prefill"]
 
-# What `gqa_decode` takes. A test holds these against its own limits.
+# The limits of `gqa_decode`. A test compares them with its own limits.
 DECODE_HEADS: Final = 1024
 DECODE_HEAD_DIMS: Final = (64, 128)
 DECODE_DTYPES: Final = ("bfloat16", "float16")
@@ -20,7 +20,7 @@ DECODE_DTYPES: Final = ("bfloat16", "float16")
 # 4 and 8 query tokens, 64 to 8192 keys): decoding takes 0.1 to 0.9 of the time of prefill in 54 of 56 cases. Two,
 # one sequence with 4 and 8 tokens over 256 keys, take 7.9 and 8.0 us instead of 6.9.
 FEW_QUERIES: Final = 8
-"""Up to so many query tokens, as many as `gqa_decode` takes, it is faster."""
+"""Most query tokens with which decoding is faster, which are as many as `gqa_decode` takes."""
 
 
 def route(
@@ -33,14 +33,14 @@ def route(
     packed: bool = False,
     differentiable: bool = False,
 ) -> Route:
-    """The kernel for one call: `gqa_decode`'s where it takes the call and is faster.
+    """Chooses the kernel for one call: `gqa_decode`'s if it takes the call and is faster.
 
     Args:
         s_q: query tokens of each sequence.
         h_q: query heads.
         h_kv: heads of keys and values.
         d: head dimension.
-        dtype: of q, k and v, without "torch.".
+        dtype: dtype of q, k and v, without "torch.".
         packed: whether sequences are packed by cu_seqlens; their lengths are on the device and not known here.
         differentiable: whether gradients will be asked for.
     """
@@ -52,14 +52,14 @@ def route(
 # ---- the order of work, by times of one H200 for 65,536 causal bfloat16 tokens
 
 LONG_KEYS: Final = 8192
-"""Between the lengths that were measured, 4096 and 16384, where orders change places."""
+"""Lies between the measured lengths 4096 and 16384, between which the fastest order changes."""
 PAIRS_TOGETHER: Final = 16
 PAIRS_OF_LONG_KEYS: Final = {64: 16, 128: 4}
-"""Sequences and KV heads that the backward works on together at most, the latter by head dimension."""
+"""Most pairs of sequence and KV head that the backward works on together with long keys, by head dimension."""
 
 
 def forward_section(*, batch: int, s_k: int, h_q: int, h_kv: int, d: int, window: int | None) -> int:
-    """Pairs of a sequence and a query head that CTAs work on together in the query-stationary kernels.
+    """Returns the pairs of a sequence and a query head that CTAs of query-stationary kernels work on together.
 
     Fewer pairs find their keys in the 50 MB of L2; more give every CTA a long block before the short ones come.
     TFLOP/s, with all pairs at a time / those of one sequence / those of one KV head:
@@ -72,12 +72,12 @@ def forward_section(*, batch: int, s_k: int, h_q: int, h_kv: int, d: int, window
                                  s_k 16384, window 4096    596 / 620 / 601
 
     Args:
-        batch: sequences.
-        s_k: keys of each.
+        batch: number of sequences.
+        s_k: keys of each sequence.
         h_q: query heads.
         h_kv: heads of keys and values.
         d: head dimension.
-        window: of the call, where it hides a key.
+        window: the call's window, if it hides a key.
 
     Returns:
         A divisor of batch x h_q.
@@ -90,10 +90,10 @@ def forward_section(*, batch: int, s_k: int, h_q: int, h_kv: int, d: int, window
 
 
 def backward_section(*, batch: int, s_k: int, h_kv: int, d: int, window: int | None) -> int:
-    """Pairs of a sequence and a KV head that CTAs work on together in the key-stationary kernel.
+    """Returns the pairs of a sequence and a KV head that CTAs of the key-stationary kernel work on together.
 
-    One pair at a time reads its queries from L2, but then all CTAs add to the same sums of dq. Milliseconds of it
-    with 128 pairs at a time / 32 / 16 / 8 / 1 (of 16384 keys there are 32), by blocks of 128 keys and no pairs of CTAs:
+    One pair at a time reads its queries from L2, but then all CTAs add to the same sums of dq. Milliseconds with 128
+    pairs at a time / 32 / 16 / 8 / 1 (16384 keys have 32 pairs), by blocks of 128 keys and no pairs of CTAs:
 
         64 and 8 heads of 64     s_k 16384                    -  / 54.3 / 52.5 / 49.6 /  -
                                  s_k 16384, separate             -  / 32.6 / 32.4 / 32.3 /  -

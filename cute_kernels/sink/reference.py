@@ -1,7 +1,7 @@
 """Attention with sinks and its gradients in plain torch: the definition of what the kernels compute.
 
-It is the oracle that they are compared with, in float64, and what `sink_attention` runs on a CPU. The gradients are
-written out, so that they can be read beside a backward kernel; a test holds them against numerical differences.
+It is the kernels' oracle, in float64, and `sink_attention` runs it on a CPU. The gradients are written out, so that
+they can be read beside a backward kernel; a test compares them with numerical differences.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ ELEMENTS_PER_CHUNK: Final = 1 << 23
 
 
 class _Sequences(NamedTuple):
-    """Sequences of one length: a contiguous batch, or one sequence of a packed one. Views, so results go into them.
+    """Sequences of one length: a contiguous batch, or one sequence of a packed one. Results are written into the views.
 
-    queries   what has a row for each query: (batch, s_q, heads[, d]) each
-    keys      what has a row for each key: (batch, s_k, h_kv, d) each
+    queries   tensors with a row for each query: (batch, s_q, heads[, d]) each
+    keys      tensors with a row for each key: (batch, s_k, h_kv, d) each
     """
 
     queries: list[torch.Tensor]
@@ -55,10 +55,10 @@ class _Block(NamedTuple):
 
 
 def _blocks(sequences: _Sequences, causal: bool, window: int | None) -> Iterator[_Block]:
-    """Query j stands at position s_k - s_q + j: the last query sees the last key.
+    """Yields blocks of queries. Query j is at position s_k - s_q + j: the last query sees the last key.
 
-    A query sees one interval of keys. Where a number is not finite, queries come one at a time with their interval
-    alone: masking would multiply what they do not see by 0, and 0 x NaN is NaN.
+    A query sees one interval of keys. If a number is not finite, queries come one at a time with only their interval:
+    masking would multiply hidden keys by 0, and 0 x NaN is NaN.
     """
     batch, s_q, heads = sequences.queries[0].shape[:3]
     s_k = sequences.keys[0].shape[1]
@@ -82,13 +82,13 @@ def _blocks(sequences: _Sequences, causal: bool, window: int | None) -> Iterator
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, block: _Block, scale: float) -> torch.Tensor:
-    """(batch, h_kv, ratio, queries, keys), -inf where a query does not see a key."""
+    """Returns (batch, h_kv, ratio, queries, keys), -inf where a query does not see a key."""
     scores = torch.einsum("bsgrd,btgd->bgrst", q[:, block.queries], k[:, block.keys]) * scale
     return torch.where(block.seen, scores, -torch.inf)
 
 
 def _grouped(t: torch.Tensor, h_kv: int, dtype: torch.dtype) -> torch.Tensor:
-    """(batch, s, h_q, d) as (batch, s, h_kv, ratio, d)."""
+    """Views (batch, s, h_q, d) as (batch, s, h_kv, ratio, d)."""
     return rearrange(t.to(dtype), "b s (h_kv ratio) d -> b s h_kv ratio d", h_kv=h_kv)
 
 
@@ -110,12 +110,12 @@ def reference_sink_attention(
     cu_seqlens_k: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention with sinks. Nothing that a query does not see reaches its output, NaN included.
+    """Computes attention with sinks. Nothing that a query does not see reaches its output, NaN included.
 
     Args:
-        q: as `cute_kernels.sink_attention` takes it, of any dtype and head dimension; `cute_kernels.sink.request` has
-            all others too.
-        dtype: torch.float64 or torch.float32, what is computed in and returned.
+        q: as `cute_kernels.sink_attention` takes it, of any dtype and head dimension; `cute_kernels.sink.request`
+            describes the other arguments.
+        dtype: torch.float64 or torch.float32, of the computation and the results.
 
     Returns:
         out, shaped like q, and lse, q's shape without d, both in `dtype`. The lse is in natural log and without the
@@ -126,12 +126,12 @@ def reference_sink_attention(
     lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
     for sequences in _sequences([q, out, lse], [k, v], cu_seqlens_q, cu_seqlens_k):
         (q_rows, out_rows, lse_rows), (keys, values) = sequences
-        finite = _Sequences([q_rows], [keys, values])  # lse is not, yet
+        finite = _Sequences([q_rows], [keys, values])  # lse is not finite yet
         grouped, keys, values = _grouped(q_rows, h_kv, dtype), keys.to(dtype), values.to(dtype)
         for block in _blocks(finite, causal, window):
             scores = _scores(grouped, keys, block, scale)
             row_max = scores.amax(dim=-1, keepdim=True)
-            # A row whose scores are all -inf has no weight to share out: shift it by 0, and its sum is 0.
+            # A row whose scores are all -inf has no largest score: shift it by 0, and its sum is 0.
             shift = torch.where(row_max == -torch.inf, 0.0, row_max)
             weights = torch.exp(scores - shift)
             row_sum = weights.sum(dim=-1, keepdim=True)
@@ -148,7 +148,7 @@ def reference_sink_attention(
 
 
 def _key_share(lse: torch.Tensor, s_aux: torch.Tensor) -> torch.Tensor:
-    """exp(lse) / (exp(lse) + exp(s_aux)): what the sink leaves to the keys. NaN where neither has any weight."""
+    """Returns exp(lse) / (exp(lse) + exp(s_aux)), the keys' share. NaN if neither sink nor keys have any weight."""
     return torch.sigmoid(lse - s_aux.to(lse.dtype))
 
 
@@ -170,18 +170,18 @@ def reference_sink_attention_backward(
     delta: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of `reference_sink_attention`'s output, from that output and its lse; nothing is normalized again.
+    """Computes gradients of `reference_sink_attention` from its output and lse; nothing is normalized again.
 
-    So k and v may be some of the keys alone, with the out and lse of all of them: gradients of parts add up.
+    So k and v may be only some of the keys, with the out and lse of all keys: gradients of parts add up.
 
-    With P the weights of the keys, which with that of the sink add up to 1, and delta = sum_d dout out of each query:
+    P are the weights of the keys, which add up to 1 with the sink's weight; delta = sum_d dout out of each query:
 
         dv = P^T dout    dS = P (dout v^T - delta)    dq = scale dS k    dk = scale dS^T q
         ds_aux = - sum over queries of (weight of the sink) delta
 
     Args:
         dout: gradient of the output, q's shape.
-        q: as in the forward, and so are all others that are not described here.
+        q: as in the forward, and so are all arguments that are not described here.
         out: q's shape, of any dtype.
         lse: q's shape without d. Queries with -inf or +inf have gradients of 0.
         delta: lse's shape; default sum_d dout out.
@@ -202,7 +202,7 @@ def reference_sink_attention_backward(
         finite = _Sequences([q_rows, dout_rows], [keys, values])
         grouped, douts = _grouped(q_rows, h_kv, dtype), _grouped(dout_rows, h_kv, dtype)
         keys, values = keys.to(dtype), values.to(dtype)
-        # (batch, h_kv, ratio, s_q, 1), as the scores
+        # (batch, h_kv, ratio, s_q, 1), like the scores
         deltas, lses, shares = (
             t.unflatten(2, (h_kv, -1)).permute(0, 2, 3, 1).unsqueeze(-1) for t in (delta_rows, lse_rows, share_rows)
         )

@@ -17,7 +17,7 @@ _check_window = partial(
 
 
 class Inputs(TypedDict):
-    """What `sink_attention` is called with by position.
+    """Positional arguments of `sink_attention`.
 
     q: (batch, s_q, h_q, d) bfloat16 or float16, d 64 or 128; packed (tokens, h_q, d). Rows contiguous, addresses
         and all other strides multiples of 16 bytes.
@@ -45,14 +45,14 @@ class Shared(TypedDict, total=False):
 
 
 class Forward(TypedDict, total=False):
-    """Options of the forward alone."""
+    """Options of the forward only."""
 
     max_seqlen_q: Annotated[int | None, Option(check=partial(check_int, least=0), later=True, schema="SymInt?")]
     num_splits: Annotated[int | None, Option(check=partial(check_int, least=1, most=MAX_RANGES), later=True)]
 
 
 class Options(Shared, Forward, total=False):
-    """What `sink_attention` is called with by name.
+    """Keyword arguments of `sink_attention`.
 
     causal: a query does not see tokens after its own. With s_q > s_k the first queries see none.
     window: number of tokens up to and including its own that a query sees, at least 1. Without `causal` a query
@@ -78,13 +78,13 @@ class Options(Shared, Forward, total=False):
 
 
 class Recorded(TypedDict, total=False):
-    """What autograd knows of a call: `differentiable`, whether it records it."""
+    """Facts of a call that autograd decides: `differentiable`, whether it records the call."""
 
     differentiable: Annotated[bool, Option(False)]
 
 
 class Request(Inputs, Shared, Recorded, Forward, total=False):
-    """All that a call of `sink_attention` says.
+    """All arguments of a `sink_attention` call, hidden ones included.
 
     return_lse  whether a call that runs the kernel of `gqa_decode` returns lse too
     """
@@ -93,7 +93,7 @@ class Request(Inputs, Shared, Recorded, Forward, total=False):
 
 
 class Results(TypedDict):
-    """What a backward is given of its forward: the gradient of out, and the results."""
+    """Inputs of a backward from its forward: the gradient of out, and the results."""
 
     dout: torch.Tensor
     out: torch.Tensor
@@ -101,7 +101,7 @@ class Results(TypedDict):
 
 
 class BackwardInputs(TypedDict):
-    """What `sink_attention_backward` is called with by position.
+    """Positional arguments of `sink_attention_backward`.
 
     dout: gradient of out, q's shape and dtype, any strides.
     q: as `sink_attention` takes it.
@@ -124,7 +124,7 @@ class BackwardInputs(TypedDict):
 
 
 class BackwardOptions(Shared, total=False):
-    """What `sink_attention_backward` is called with by name.
+    """Keyword arguments of `sink_attention_backward`.
 
     causal: as `sink_attention` takes it, for the keys that are given.
     window: likewise.
@@ -133,14 +133,14 @@ class BackwardOptions(Shared, total=False):
     cu_seqlens_k: likewise.
     deterministic: likewise.
     delta: lse's shape, float32: the sum over d of dout * out of each query, if the caller has it; out is not read
-        then. Where a loss depends on lse too, pass that sum minus the gradient of lse, and s_aux None.
+        then. If a loss depends on lse too, pass that sum minus the gradient of lse, and s_aux None.
     """
 
     delta: torch.Tensor | None
 
 
 class BackwardRequest(Results, Inputs, Shared):
-    """All that the gradients depend on."""
+    """All inputs of the gradients."""
 
     delta: torch.Tensor | None
 

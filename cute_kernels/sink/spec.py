@@ -1,4 +1,4 @@
-"""What is fixed at compile time in the forward kernel of sink attention, and in the one that lists its work."""
+"""Compile-time facts of the forward kernel of sink attention, and in the kernel that lists its work."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 SMEM_PER_CTA = 232_448
-ROWS = 64  # of a wgmma, and of a block of queries or keys
+ROWS = 64  # rows of a wgmma, and of a block of queries or keys
 DTYPES = ("bfloat16", "float16")
 WARPGROUPS = (2, 3, 4)
 TILES = (64, 96, 128, 160, 192)
-SMALL_WINDOW = 512  # up to here most key tiles need a mask, and smaller ones waste less
-GROUPED_RATIO = 4  # query heads of a KV head from which each of four warpgroups has one; measured with 8
+SMALL_WINDOW = 512  # up to this window most key tiles need a mask, and smaller tiles waste less
+GROUPED_RATIO = 4  # query heads of a KV head from which on each of four warpgroups has one; measured with 8
 
 
 @dataclass(frozen=True)
 class SinkSpec:
     """Compile-time facts that kernels of sink attention share.
 
-    dtype   "bfloat16" or "float16", of q, k, v and out, and of their gradients
+    dtype   dtype of q, k, v, out and their gradients: "bfloat16" or "float16"
     d       head dimension: 64 or 128
     packed  sequences of different lengths, concatenated; otherwise a batch of sequences of one length
     """
@@ -50,7 +50,7 @@ class SinkQuerySpec(SinkSpec):
     window: bool = False
     grouped: bool = False
 
-    row_operands: ClassVar[int]  # loaded once for the rows of a block
+    row_operands: ClassVar[int]  # operands that are loaded once for the rows of a block
     # with the default (5) ptxas serializes the products of d 128 with a window: an arrival lands in a divergent branch
     compile_options: ClassVar[str] = "--ptxas-options '--register-usage-level=0'"
 
@@ -66,7 +66,7 @@ class SinkQuerySpec(SinkSpec):
 
     @property
     def warpgroups(self) -> int:
-        """Of consumers, 64 rows each: three where shared memory and registers suffice."""
+        """Consumer warpgroups, 64 rows each: three if shared memory and registers suffice."""
         return 3 if self.d == 64 else 2
 
     @property
@@ -86,17 +86,17 @@ class SinkQuerySpec(SinkSpec):
 
     @property
     def threads(self) -> int:
-        """Of a CTA: the load warpgroup and the consumer warpgroups."""
+        """Threads of a CTA: the load warpgroup and the consumer warpgroups."""
         return 128 * (self.warpgroups + 1)
 
     @property
     def load_registers(self) -> int:
-        """Of a thread of the load warpgroup."""
+        """Registers of a thread of the load warpgroup."""
         return {2: 40, 3: 32, 4: 24}[self.warpgroups]
 
     @property
     def consumer_registers(self) -> int:
-        """40 + 2 x 232 = 3 x 168 of 384 threads; 32 + 3 x 160 = 4 x 128 of 512; 24 + 4 x 112 < 5 x 96 of 640."""
+        """Consumer registers: 40 + 2 x 232 = 3 x 168 of 384 threads; 32 + 3 x 160 = 4 x 128; 24 + 4 x 112 < 5 x 96."""
         return {2: 232, 3: 160, 4: 112}[self.warpgroups]
 
     @property
@@ -131,13 +131,13 @@ class SinkForwardSpec(SinkQuerySpec):
 
     @classmethod
     def for_launch(cls, dtype: str, d: int, *, packed: bool, window: int | None, ratio: int) -> SinkForwardSpec:
-        """The fastest variant for a call: 64 and 8 heads of 64 with a window of 128 take 625 us grouped, 763 otherwise.
+        """Chooses the fastest variant: 64 and 8 heads of 64 with a window of 128 take 625 us grouped, 763 otherwise.
 
         Args:
-            dtype: of q, k and v, without "torch.".
+            dtype: dtype of q, k and v, without "torch.".
             d: head dimension.
             packed: whether sequences are packed by cu_seqlens.
-            window: of the call, where it hides a key.
+            window: the call's window, if it hides a key.
             ratio: query heads of a KV head.
         """
         if groups(d, window, ratio):
@@ -185,18 +185,18 @@ def groups(d: int, window: int | None, ratio: int) -> bool:
 
 
 def variants(dtype: str) -> Iterator[dict[str, Any]]:
-    """Arguments of `for_launch`: one call of each kind that it distinguishes."""
+    """Yields arguments of `for_launch`: one call of each kind that it distinguishes."""
     for d, packed, window in itertools.product((64, 128), (False, True), (None, SMALL_WINDOW, SMALL_WINDOW + 1)):
         for ratio in (1, GROUPED_RATIO):
             yield {"dtype": dtype, "d": d, "packed": packed, "window": window, "ratio": ratio}
 
 
 def launched_specs(dtype: str) -> list[SinkForwardSpec]:
-    """Every variant that `for_launch` can name."""
+    """Returns every variant that `for_launch` can name."""
     return list(dict.fromkeys(SinkForwardSpec.for_launch(**sizes) for sizes in variants(dtype)))
 
 
 def shipped_specs() -> list[SinkForwardSpec | SinkWorkListSpec]:
-    """All of bfloat16 and one of float16; the other ones of float16 compile at their first call."""
+    """Returns all variants of bfloat16 and one of float16; the others of float16 compile at their first call."""
     float16 = SinkForwardSpec.for_launch("float16", 64, packed=False, window=None, ratio=1)
     return [*launched_specs("bfloat16"), float16, SinkWorkListSpec(), SinkWorkListSpec(keys=True)]

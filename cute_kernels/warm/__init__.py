@@ -4,7 +4,7 @@
     cute_kernels.warm(cute_kernels.warm.MlaShape(heads=128))        # this module can be called: it is `warm` below
     python -m cute_kernels.warm --heads 128 --mla                   # the same from a shell
 
-Needs no GPU: what is compiled, and the name of its entry, follow from shapes, sources and the versions of the compiler.
+It needs no GPU: the kernels and the names of their entries follow from shapes, sources and compiler versions.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ BATCH_SIZES = range(1, 257)
 
 @dataclass(frozen=True)
 class WarmReport:
-    """What a warm start did; `print` it.
+    """The result of a warm start; `print` it.
 
     specs      the kernels that the calls need, each once
-    compiled   those of them that were compiled now
-    missing    those of them that are not on disk afterwards: the cache cannot be written, and a warning said so
-    seconds    that it took
-    directory  where entries lie
+    compiled   the needed kernels that were compiled now
+    missing    the needed kernels that are not on disk afterwards: the cache cannot be written, and a warning said so
+    seconds    duration of the warm start
+    directory  directory of the entries
     """
 
     specs: tuple[KernelSpec, ...]
@@ -57,7 +57,7 @@ def kernel_specs(
     query_tokens: Iterable[int] = (1,),
     num_sms: int = H100_SMS,
 ) -> list[KernelSpec]:
-    """The kernels that calls of these shapes ask for, each once; arguments as those of `warm`."""
+    """Returns the kernels that calls of these shapes ask for, each once; arguments as of `warm`."""
     for name, given in (("batch_sizes", batch_sizes), ("query_tokens", query_tokens)):
         if not isinstance(given, Iterable):
             raise TypeError(f"{name}: got {given!r}; needs several numbers")
@@ -80,22 +80,22 @@ def warm(
     processes: int | None = None,
     progress: bool = True,
 ) -> WarmReport:
-    """Compile what calls of these shapes will ask for, unless it is on disk.
+    """Compile the kernels that calls of these shapes will ask for, unless they are on disk.
 
     It compiles in new interpreters, which end with this process.
 
     Args:
-        shapes: `MlaShape`, `GqaShape`, `IndexShape`, `PrefillShape` and `PromptShape`: what stays the same in all calls
-            of a model.
-        batch_sizes: of its decode calls; default 1 to 256.
-        query_tokens: of each request in a decode call: 1, and more for speculative decoding.
-        num_sms: streaming multiprocessors of the GPU that will run it. Plans depend on them: with another number a
-            call may ask for a kernel that is not there, and compiles it.
-        processes: that compile at a time; default one per CPU core.
-        progress: whether to show a progress bar on stderr, where rich is installed.
+        shapes: `MlaShape`, `GqaShape`, `IndexShape`, `PrefillShape` and `PromptShape`, which have the facts that are
+            fixed for all calls of a model.
+        batch_sizes: batch sizes of its decode calls; default 1 to 256.
+        query_tokens: query tokens of each request in a decode call: 1, and more for speculative decoding.
+        num_sms: streaming multiprocessors of the GPU that will run the kernels. Plans depend on it: with another number
+            a call may ask for a kernel that is not there, and compile it.
+        processes: number of compilations at a time; default one per CPU core.
+        progress: whether to show a progress bar on stderr, if rich is installed.
 
     Returns:
-        What was needed, what was compiled, how long it took, and where entries lie.
+        The kernels that are needed and those that were compiled, how long it took, and the directory of the entries.
 
     Raises:
         ValueError: no kernel has such a shape; the message says why.
@@ -111,7 +111,7 @@ def warm(
 
 @contextlib.contextmanager
 def _progress_bar(total: int, wanted: bool) -> Iterator[Callable[[KernelSpec], None]]:
-    """A function that counts a compiled kernel; without rich, or with nothing to compile, it does nothing."""
+    """Yields a function that counts a compiled kernel; without rich, or with nothing to compile, it does nothing."""
     try:
         if not (wanted and total):
             raise ImportError
@@ -129,8 +129,8 @@ def _progress_bar(total: int, wanted: bool) -> Iterator[Callable[[KernelSpec], N
 class CallableModule(types.ModuleType):
     """A module that is called as its function `warm`.
 
-    `cute_kernels.warm` names this module once anything imports it, so the module itself must be what users call. The
-    names are here for type checkers, to which `cute_kernels.warm` is an object of this class.
+    `cute_kernels.warm` names this module once anything imports it, so the module itself must be what users call. Type
+    checkers see `cute_kernels.warm` as an object of this class, so the class repeats the names.
     """
 
     GqaShape = shapes.GqaShape

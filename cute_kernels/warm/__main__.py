@@ -20,7 +20,7 @@ from fp8_mla.formats import FORMATS, V3_2
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Numbers and ranges with both ends: "1,2,8-64"."""
+    """Parses numbers and ranges with both ends: "1,2,8-64"."""
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
@@ -29,12 +29,12 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def windows(text: str) -> tuple[int | None, ...]:
-    """Windows of a model's layers: "none,128"."""
+    """Parses windows of a model's layers: "none,128"."""
     return tuple(None if part == "none" else int(part) for part in text.split(","))
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Makes the parser of the command's options."""
     it = argparse.ArgumentParser(prog="python -m cute_kernels.warm", description=__doc__)
     it.add_argument("--heads", type=int, required=True, help="query heads of one GPU")
     it.add_argument("--batch-sizes", type=numbers, default=numbers("1-256"), help="of decode calls (1-256)")
@@ -77,10 +77,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def shapes_of(options: argparse.Namespace) -> list[Shape]:
-    """The shapes that the options name.
+    """Returns the shapes that the options name.
 
     Raises:
-        ValueError: neither or both of --mla and --kv-heads.
+        ValueError: neither or both of --mla and --kv-heads are given.
     """
     if options.mla == (options.kv_heads is not None):
         got = "both" if options.mla else "neither"
@@ -99,13 +99,13 @@ def shapes_of(options: argparse.Namespace) -> list[Shape]:
 
 
 def _shape(shape: type[Any], options: argparse.Namespace, **others: Any) -> Any:
-    """A shape whose fields are the options of the same names, and others."""
+    """Makes a shape whose fields are the options of the same names, and `others`."""
     named = {field.name for field in dataclasses.fields(shape)} & vars(options).keys()
     return shape(**{name: getattr(options, name) for name in named} | others)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; 0, or 1 where a kernel is not on disk afterwards."""
+    """Runs the command. Returns 0, or 1 if a kernel is not on disk afterwards."""
     command = parser()
     options = command.parse_args(arguments)
     try:

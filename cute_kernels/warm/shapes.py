@@ -1,7 +1,7 @@
-"""Which kernels the decode and prefill calls of a model ask for: pure Python, by the planners that the ops ask.
+"""Which kernels the decode and prefill calls of a model ask for: pure Python, by the ops' own planners.
 
-A shape says what stays the same in all calls of a model on one GPU; batch sizes and query tokens vary. Whether two
-batch sizes share a kernel is the planners' affair, so they are asked for each: 256 batch sizes take up to 0.1 s.
+A shape has the facts that are the same in all calls of a model on one GPU; batch sizes and query tokens vary. Only the
+planners know whether two batch sizes share a kernel, so they are asked for each: 256 batch sizes take up to 0.1 s.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ H100_SMS = 132
 """Streaming multiprocessors of an H100 SXM, H200 or H800; an H100 PCIe has 114. Plans depend on them."""
 MAX_MLA_HEADS = 128
 APPENDED_TOKENS = (1, 65536)
-"""Tokens of an append in decoding and in prefill."""
+"""Tokens of an append call in decoding and in prefill."""
 SCALES = {
     kind.name: kind
     for kind in (
@@ -44,17 +44,17 @@ SCALES = {
 
 @dataclass(frozen=True)
 class MlaShape:
-    """`mla_fp8_decode`, or FlashMLA's interface to it, and `mla_fp8_append` of a model.
+    """A model's `mla_fp8_decode`, or FlashMLA's interface to it, and `mla_fp8_append`.
 
     heads       query heads of one GPU, 1 to 128
     topk        keys of a query's list; None: dense, by block tables
     lengths     sparse: whether calls have a `topk_length`
     max_tokens  dense: tokens that a block table can name, its width times the page size
     append      whether the model fills its cache with `mla_fp8_append`
-    scores      None or "exact", as calls have it; both mean the same
+    scores      None or "exact", as calls give it; both mean the same
     flash_mla   whether calls are those of `cute_kernels.compat.flash_mla`, which have kernels of their own
-    cache_format  of the cache: "v3.2", "v3.2_nope", "v4", "v4.1" or "v4.1_fp4"
-    extra_cache_format  of a second cache in the same softmax; None: one cache. Sparse calls alone have two
+    cache_format  format of the cache: "v3.2", "v3.2_nope", "v4", "v4.1" or "v4.1_fp4"
+    extra_cache_format  format of a second cache in the same softmax; None: one cache. Only sparse calls have two
     extra_topk  keys of a query's list in the second cache
     """
 
@@ -70,7 +70,7 @@ class MlaShape:
     extra_topk: int = 0
 
     def __post_init__(self) -> None:
-        """Raises ValueError for heads, formats or keys that no kernel takes."""
+        """Raises ValueError for heads, formats or keys that no kernel supports."""
         if not 1 <= self.heads <= MAX_MLA_HEADS:
             raise ValueError(f"heads: got {self.heads}; needs 1 to {MAX_MLA_HEADS}")
         if self.scores not in (None, "exact"):
@@ -86,7 +86,7 @@ class MlaShape:
             raise ValueError(f"extra_topk: got {got}; needs keys of a second cache where there is one, of sparse calls")
 
     def specs(self, batch_sizes: Iterable[int], query_tokens: Iterable[int], num_sms: int) -> Iterator[KernelSpec]:
-        """The kernel of each call, in the order of the batch sizes; the same one may come often."""
+        """Yields the kernel of each call, in the order of the batch sizes, with repetitions."""
         sparse = self.topk is not None
         for s_q in query_tokens:
             for batch in batch_sizes:
@@ -111,24 +111,24 @@ class MlaShape:
 
 @dataclass(frozen=True)
 class GqaShape:
-    """`gqa_decode` and `kv_append` of a model.
+    """A model's `gqa_decode` and `kv_append`.
 
     heads        query heads of one GPU
-    kv_heads     heads of its cache
+    kv_heads     heads of the cache
     head_dim     64, 128, 256 or 512
-    dtype        of queries, outputs and new tokens: "bfloat16" or "float16"
+    dtype        dtype of queries, outputs and new tokens: "bfloat16" or "float16"
     kv_dtype     "int8", "float8_e4m3fn" or `dtype`; or a kind of `kv_append` with float32 scales per token and head:
                  "fp8_per_token_head", "int8_k_int4_v", "int4"
-    scales       of K and V: "per_tensor", "per_head", "per_token", "per_token_head", "per_group_32", "per_group_64";
-                 None: FP8 without scales. Not looked at with a cache of 16-bit numbers
+    scales       scales of K and V: "per_tensor", "per_head", "per_token", "per_token_head", "per_group_32",
+                 "per_group_64"; None: FP8 without scales. Ignored for a cache of 16-bit numbers
     scale_dtype  "float32" or "float16"
-    layout       of the cache: "BNSH", "BSNH", "paged_NHD", "paged_HND", "paged_vllm"
-    page_size    tokens of a page; not looked at without pages
-    max_tokens   that a sequence can have: the size of the cache, or the width of the block table times the page size
+    layout       layout of the cache: "BNSH", "BSNH", "paged_NHD", "paged_HND", "paged_vllm"
+    page_size    tokens of a page; ignored without pages
+    max_tokens   most tokens of a sequence: the size of the cache, or the width of the block table times the page size
     softcap      whether scores are capped
     alibi        whether there are ALiBi slopes
     append       whether the model fills a cache of one of the kinds with `kv_append`
-    blocks       of the list that each query token and KV head has (`indices`); 0: no lists
+    blocks       length of the list (`indices`) of each query token and KV head; 0: no lists
     index_block  tokens of a block, 64 or 128
     """
 
@@ -149,7 +149,7 @@ class GqaShape:
     index_block: int = 128
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what only `gqa_decode` would see, before a spec is made."""
+        """Raises ValueError for arguments that otherwise only `gqa_decode` would refuse, before a spec is made."""
         _check_heads(self.heads, self.kv_heads)
         if self.blocks < 0 or self.index_block not in INDEX_BLOCKS:
             got = f"{self.blocks} of {self.index_block} tokens"
@@ -177,11 +177,11 @@ class GqaShape:
 
     @property
     def _types(self) -> tuple[str, str]:
-        """Of K and of V."""
+        """The types of K and of V."""
         return KINDS.get(self.kv_dtype, (self.kv_dtype, self.kv_dtype))
 
     def specs(self, batch_sizes: Iterable[int], query_tokens: Iterable[int], num_sms: int) -> Iterator[KernelSpec]:
-        """The kernel of each call, in the order of the batch sizes; the same one may come often."""
+        """Yields the kernel of each call, in the order of the batch sizes, with repetitions."""
         layout = LAYOUTS[self.layout]
         kind = SCALES[self.scales] if self.scales and TYPES[self._types[0]].widened else None
         scale_dtype = self.scale_dtype if kind else "float32"
@@ -224,13 +224,13 @@ class GqaShape:
 
 @dataclass(frozen=True)
 class PrefillShape:
-    """`sink_attention` of a model without gradients, over more query tokens than are decoded.
+    """A model's `sink_attention` without gradients, over more query tokens than a decode call has.
 
     heads     query heads of one GPU
     kv_heads  heads of keys and values
     head_dim  64 or 128
     dtype     "bfloat16" or "float16"
-    windows   of the layers; None: a layer without
+    windows   windows of the layers; None: a layer without a window
     packed    whether sequences are packed by cu_seqlens
     """
 
@@ -242,14 +242,14 @@ class PrefillShape:
     packed: bool = False
 
     def __post_init__(self) -> None:
-        """Raises ValueError for heads that no kernel shares out."""
+        """Raises ValueError for heads that no kernel can distribute."""
         _check_heads(self.heads, self.kv_heads)
 
     def specs(self, batch_sizes: Iterable[int], query_tokens: Iterable[int], num_sms: int) -> Iterator[KernelSpec]:
-        """The kernels of the calls, which batch sizes and query tokens do not change.
+        """Yields the kernels of the calls, which batch sizes and query tokens do not change.
 
-        A window that hides no key of a short prompt counts as None there, so that kernel is among them. Not where
-        sequences are packed: the kernel of one does not follow from the tokens of others.
+        A window that hides no key of a short prompt counts as None, so that kernel is included. Packed sequences are an
+        exception: the kernel of one sequence does not follow from the tokens of others.
         """
         ratio = self.heads // self.kv_heads
         for window in dict.fromkeys(self.windows if self.packed else (*self.windows, None)):
@@ -260,14 +260,14 @@ class PrefillShape:
 
 @dataclass(frozen=True)
 class PromptShape:
-    """Prompts over a quantized cache as the vLLM backend attends to them: copies of pages, and their merge.
+    """Prompts over a quantized cache in the vLLM backend: copies of pages, and the merge of their parts.
 
     heads     query heads of one GPU
     head_dim  64, 128, 256 or 512
-    dtype     of queries: "bfloat16" or "float16"
-    kv_dtype  of the cache: a kind of `kv_append`, with scales of tokens, or "float8_e4m3fn" with one for all
+    dtype     dtype of queries: "bfloat16" or "float16"
+    kv_dtype  type of the cache: a kind of `kv_append`, with scales of tokens, or "float8_e4m3fn" with one for all
     sink      whether layers have sinks
-    merged    whether contexts are so long that they come in parts
+    merged    whether contexts are so long that they are split into parts
     """
 
     heads: int
@@ -278,9 +278,9 @@ class PromptShape:
     merged: bool = False
 
     def specs(self, batch_sizes: Iterable[int], query_tokens: Iterable[int], num_sms: int) -> Iterator[KernelSpec]:
-        """The kernels of the calls, which batch sizes and query tokens do not change; of merges, the usual ones.
+        """Yields the kernels of the calls, whatever the batch sizes and query tokens; for merges, the usual ones.
 
-        Sinks join the last merge of a context alone.
+        Sinks join only the last merge of a context.
         """
         kv_dtype = KINDS[self.kv_dtype][0] if self.kv_dtype in KINDS else self.kv_dtype
         one_scale, v_dtype = self.kv_dtype not in KINDS, ROTATED_KINDS.get(self.kv_dtype)
@@ -299,9 +299,9 @@ class IndexShape:
 
     max_tokens  columns of the logits, as a server passes them
     slots       whether calls have a block table; without one they ask for positions, as vLLM does
-    heads       of calls of `index_decode`: 16, 32 or 64; None: `index_topk` alone
+    heads       heads of `index_decode` calls: 16, 32 or 64; None: `index_topk` alone
     append      whether the model fills its cache of keys with `index_append`
-    scale       the rule of its scales, "float32" or "ue8m0"
+    scale       rule of the key scales, "float32" or "ue8m0"
     """
 
     max_tokens: int = 131_072
@@ -311,7 +311,7 @@ class IndexShape:
     scale: str = "float32"
 
     def __post_init__(self) -> None:
-        """Raises ValueError for rows that no kernel takes, or an unknown rule."""
+        """Raises ValueError for rows that no kernel supports, or an unknown rule."""
         if not 0 < self.max_tokens <= MAX_WIDTH:
             raise ValueError(f"max_tokens: got {self.max_tokens}; needs 1 to {MAX_WIDTH}")
         if self.scale not in SCALE_RULES:
@@ -320,7 +320,7 @@ class IndexShape:
             raise ValueError(f"heads: got {self.heads}; needs None or one of {', '.join(map(str, INDEX_HEADS))}")
 
     def specs(self, batch_sizes: Iterable[int], query_tokens: Iterable[int], num_sms: int) -> Iterator[KernelSpec]:
-        """The kernel of each call, in the order of the batch sizes; the same one may come often."""
+        """Yields the kernel of each call, in the order of the batch sizes, with repetitions."""
         for s_q in query_tokens:
             for batch in batch_sizes:
                 rows = batch * s_q

@@ -14,18 +14,18 @@ from cute_kernels.gqa.codes import INT8, ROTATED, element
 from cute_kernels.gqa.kernels.quantize import Quantizer
 from cute_kernels.gqa.kernels.quantize_rotated import E4m3Quantizer, RotatedQuantizer
 
-TOKENS_TOGETHER = 16  # paged_vllm: of one head, in neighbouring teams, so that their bytes meet in a sector
+TOKENS_TOGETHER = 16  # paged_vllm: tokens of a head in neighbouring teams, so that their bytes meet in a sector
 
 
 class RowStrides(NamedTuple):
-    """Of new keys or values, in elements."""
+    """Strides of new keys or values, in elements."""
 
     token: Int64
     head: Int64
 
 
 class CacheStrides(NamedTuple):
-    """Of a cache, in bytes: sequence or page, token, head, and from one piece of a row to the next (of V packed: d)."""
+    """Strides of a cache, in bytes: sequence or page, token, head, and piece of a row (of x-packed V: d)."""
 
     outer: Int64
     row: Int64
@@ -34,7 +34,7 @@ class CacheStrides(NamedTuple):
 
 
 class ScaleStrides(NamedTuple):
-    """Of scales, in elements; 0 along what shares a scale."""
+    """Strides of scales, in elements; 0 along axes that share a scale."""
 
     outer: Int64
     row: Int64
@@ -43,7 +43,7 @@ class ScaleStrides(NamedTuple):
 
 
 class Side(NamedTuple):
-    """Keys or values: where new ones are, and where codes and scales go."""
+    """Keys or values: the addresses of new ones, and the targets of codes and scales."""
 
     rows: cute.Pointer
     row_strides: RowStrides
@@ -54,7 +54,7 @@ class Side(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What a team does: a token, its first head, the slot, and how many pieces; `valid`: there is such a task."""
+    """A team's task: a token, its first head, the slot, and the number of pieces. `valid`: the task exists."""
 
     token: Int32
     first_head: Int32
@@ -64,7 +64,7 @@ class Task(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a piece is stored: page and token of it, the task's first head, the piece; and whether it is."""
+    """The target of a piece: page, token, the task's first head, the piece; and whether it is stored at all."""
 
     page: Int32
     offset: Int32
@@ -75,14 +75,14 @@ class Place(NamedTuple):
 
 @cute.jit
 def _times(index: Int32, stride: Int64) -> Int64:
-    """64 bits of the product, where index >= 0: zero extension halves what sign extension takes."""
+    """Returns the 64-bit product for index >= 0: zero extension takes half the instructions of sign extension."""
     return (Int64(index) & 0xFFFFFFFF) * stride
 
 
 class KvAppendKernel:
     """k, v (tokens, h_kv, d) -> codes and scales in the slots of slot_mapping (tokens,), one launch.
 
-    A team of lanes has a task, K and V of a head of a token, or of a token with all its heads where they share a scale.
+    A team of lanes has a task: K and V of a head of a token, or of a token with all its heads if they share a scale.
     A lane has pieces of 16 values, lane, lane + team, ... of the task:
 
     | part        | per lane and piece                        | a warp's instruction, d 128, a head a team  |
@@ -92,12 +92,12 @@ class KvAppendKernel:
     | V, x-packed | 16 stores of a byte, page_size apart      | 8 times 4 bytes, if the slots follow        |
     | scales      | 1 store by the first lane that shares it  | 4 scales                                    |
 
-    No shared memory, no barriers: absmax is a packed maximum over a lane's values, then shuffles among the lanes that
-    share a scale. Threads past the last task or piece repeat the last one, and store nothing. Where a token does not
-    fit into the registers of a warp (held 0), a second pass reads it from L1 or L2.
+    There is no shared memory and no barrier: absmax is a packed maximum over a lane's values, then shuffles among the
+    lanes that share a scale. Threads past the last task or piece repeat the last one, and store nothing. If a token
+    does not fit into the registers of a warp (held 0), a second pass reads it from L1 or L2.
 
-    With d 128, a head a team and computed scales, a value takes 13 instructions: at the speed of the memory, 5.2 values
-    per clock and SM, half of the issue slots.
+    With d 128, a head a team and computed scales, a value takes 13 instructions. At memory speed, 5.2 values per clock
+    and SM, that is half of the issue slots.
     """
 
     def __init__(self, spec: KvAppendSpec) -> None:
@@ -107,7 +107,7 @@ class KvAppendKernel:
         self.spec = spec
         self.dtype = element(spec.dtype)
         self.scale_dtype = element(spec.scale_dtype)
-        self.lanes = spec.d // VALUES  # of a head
+        self.lanes = spec.d // VALUES  # lanes of a head
         self.threads = spec.warps * WARP
         self.teams = self.threads // spec.team
         self.kinds = (spec.k_scale, spec.v_scale)
@@ -131,8 +131,8 @@ class KvAppendKernel:
     ):
         """Launches the kernel.
 
-        Caches are as their layout has them; heads_first says whether axis 1 or 2 is the heads (not looked at in
-        paged_vllm). A given scale comes as (h_kv,) or (1,).
+        Caches have their layout's axes; heads_first says whether axis 1 or 2 is the heads (ignored for paged_vllm). A
+        given scale comes as (h_kv,) or (1,).
         """
         spec = self.spec
         tokens, h_kv = Int32(mK.shape[0]), Int32(mK.shape[1])
@@ -165,7 +165,7 @@ class KvAppendKernel:
         kind: str,
         heads_first: Int32,
     ) -> Side:
-        """Keys or values, with the strides of their layout."""
+        """Makes the keys' or the values' side, with the strides of their layout."""
         if const_expr(self.spec.x_packed):
             cache_strides = CacheStrides(*self._wide(mCache, (0, 3, 1, 2)))
         else:
@@ -177,7 +177,7 @@ class KvAppendKernel:
         return Side(mX.iterator, row_strides, mCache.iterator, cache_strides, mScale.iterator, scale_strides)
 
     def _sharing(self, kind: str) -> int:
-        """Neighbouring lanes that share a scale."""
+        """Returns how many neighbouring lanes share a scale."""
         whole = {PER_TOKEN: self.spec.team, PER_TOKEN_HEAD: self.lanes}
         return whole[kind] if kind in whole else GROUPS[kind] // VALUES
 
@@ -187,7 +187,7 @@ class KvAppendKernel:
 
     @cute.jit
     def _places(self, mX: cute.Tensor, heads_first: Int32):
-        """Strides of (outer, row, head)."""
+        """Returns the strides of (outer, row, head)."""
         one, two = Int64(mX.stride[1]), Int64(mX.stride[2])
         swap = heads_first != 0
         return Int64(mX.stride[0]), cutlass.select_(swap, two, one), cutlass.select_(swap, one, two)
@@ -250,7 +250,7 @@ class KvAppendKernel:
 
     @cute.jit
     def _append_held(self, sides: tuple, task: Task, lane: Int32, num_slots: Int64, row_divisor):
-        """A lane holds its pieces in registers, all loaded before any is used."""
+        """Appends a token whose pieces a lane holds in registers, all loaded before any is used."""
         spec = self.spec
         held = [cute.make_rmem_tensor((VALUES, spec.held), self.dtype) for _ in sides]
         for i in cutlass.range_constexpr(spec.held):
@@ -277,7 +277,7 @@ class KvAppendKernel:
 
     @cute.jit
     def _append_in_two_passes(self, sides: tuple, task: Task, lane: Int32, num_slots: Int64, row_divisor):
-        """A token does not fit into registers: the second pass reads it from L1 or L2."""
+        """Appends a token that does not fit into registers: the second pass reads it from L1 or L2."""
         spec = self.spec
         turns = cute.ceil_div(task.pieces, spec.team)
         rK, rV = (cute.make_rmem_tensor((VALUES,), self.dtype) for _ in sides)
@@ -318,7 +318,7 @@ class KvAppendKernel:
 
     @cute.jit
     def _split(self, first_head: Int32, piece: Int32):
-        """The head of a piece, and which piece of it. Shifts: dividing a signed number takes five instructions."""
+        """Returns a piece's head and its number in the head. It shifts: a signed division takes five instructions."""
         head, part = first_head, piece
         if const_expr(self.spec.by_token):
             head, part = piece >> (self.lanes.bit_length() - 1), piece & (self.lanes - 1)
@@ -326,19 +326,19 @@ class KvAppendKernel:
 
     @cute.jit
     def _place(self, task: Task, num_slots: Int64, rows: cute.FastDivmodDivisorV2):
-        """Page and offset of a slot, and whether there is such a slot."""
+        """Returns page and offset of a slot, and whether the slot exists."""
         slot = task.slot
         exists = task.valid and slot >= 0 and slot < num_slots
         page, offset = divmod(cutlass.select_(exists, Int32(slot), Int32(0)), rows)
         return page, offset, exists
 
     def _over_team(self, absmax: Float32) -> Float32:
-        """The maximum of all lanes of a team, where a token has one scale."""
+        """Returns the maximum of all lanes of a team, for a token with one scale."""
         return cute.arch.warp_reduction(absmax, cute.arch.fmax, threads_in_group=self.spec.team)
 
     @cute.jit
     def _append(self, side: Side, is_v: cutlass.Constexpr, rX: cute.Tensor, absmax: Float32, place: Place):
-        """Quantizes a piece and stores it. `absmax` is that of the token, read only where a token has one scale."""
+        """Quantizes a piece and stores it. `absmax` is the token's, and used only if the token has one scale."""
         spec = self.spec
         kind = const_expr(self.kinds[is_v])
         page, offset, first_head, piece, stored = place
@@ -346,7 +346,7 @@ class KvAppendKernel:
         scale_strides = side.scale_strides
         scales = cute.make_tensor(side.scale, cute.make_layout(1))
         if const_expr(kind == GIVEN):
-            # a head past the last one repeats it
+            # heads past the last one repeat the last one
             index = _times(head, scale_strides.head)
             if const_expr(spec.by_token):
                 index = cutlass.select_(stored, index, Int64(0))
@@ -391,12 +391,12 @@ class KvAppendKernel:
                 cute.autovec_copy(codes, cute.make_tensor(target, cute.make_layout(words)))
 
     def fake_arguments(self) -> tuple:
-        """What `__call__` is compiled from: any strides but the last; rows of values and codes in steps of 16 bytes."""
+        """Returns the arguments for compilation: any strides but the last; rows of values and codes by 16 bytes."""
         spec = self.spec
         tokens, h_kv = cute.sym_int(), cute.sym_int()
 
         def tensor(dtype, shape, steps, align):
-            """steps: what each stride is a multiple of; 0 for a stride of 1."""
+            """Makes a fake tensor; `steps` has a divisor of each stride, 0 for a stride of 1."""
             strides = tuple(cute.sym_int64(divisibility=step) if step else 1 for step in steps)
             return make_fake_tensor(dtype, shape, strides, assumed_align=align)
 

@@ -1,4 +1,4 @@
-"""What the roles of the decode kernel are given: arguments of the launch, and what each role makes of them, by name."""
+"""Arguments of the decode kernel's roles, by name: those of the launch, and values that a role derives from them."""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ class Tensors(NamedTuple):
     mQ: cute.Tensor
     mTable: Any  # a tensor, or None without pages
     mLengths: cute.Tensor
-    mStarts: Any  # a tensor, or None where sequences begin with their first token
+    mStarts: Any  # a tensor, or None if sequences begin with their first token
     mSink: cute.Tensor
     mOut: cute.Tensor
     mLse: cute.Tensor
@@ -36,7 +36,7 @@ class Scales(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """What turns q k into a score: the address and batch stride of the ALiBi slopes, the softmax scale, the softcap."""
+    """Terms that turn q k into a score: address and batch stride of ALiBi slopes, the softmax scale, the softcap."""
 
     alibi: Int64
     alibi_batch: Int64
@@ -69,7 +69,7 @@ class Call(NamedTuple):
 
 
 class Work(NamedTuple):
-    """How the work is cut: the line of all tiles into `ranges`, or each sequence into `splits` where that is not 0."""
+    """How the work is cut: the line of all tiles into `ranges`, or each sequence into `splits` if that is not 0."""
 
     ranges: Int32
     splits: Int32
@@ -77,7 +77,7 @@ class Work(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Addresses of the partials, and of the counters of finished ones."""
+    """Addresses of the partials, and of the counters of finished partials."""
 
     partials: Int64
     counters: Int64
@@ -87,7 +87,7 @@ class Divisors(NamedTuple):
     """Divisors with precomputed reciprocals.
 
     head_blocks  KV heads x blocks of query rows
-    blocks       of query rows of a KV head
+    blocks       blocks of query rows of a KV head
     ratio        query heads of a KV head
     """
 
@@ -99,7 +99,7 @@ class Divisors(NamedTuple):
 
 
 class PageTable(NamedTuple):
-    """The block table, and what page numbers are checked and divided by. `shift` is log2 of the page size."""
+    """The block table, and the divisors and bounds of page numbers. `shift` is log2 of the page size."""
 
     mTable: Any  # a tensor, or None without pages
     shift: Int32
@@ -108,7 +108,7 @@ class PageTable(NamedTuple):
 
 
 class KeyRange(NamedTuple):
-    """Key tiles `start` to `stop` of a sequence of `length` keys, of which the first is `first_key`."""
+    """Key tiles `start` to `stop` of a sequence of `length` keys, the first of which is `first_key`."""
 
     start: Int32
     stop: Int32
@@ -122,5 +122,5 @@ class QueryBlock(NamedTuple):
     sequence: Int32
     kv_head: Int32
     block: Int32
-    ratio: Any  # divisor
+    ratio: Any  # as a divisor
     s_q: Int32

@@ -1,4 +1,4 @@
-"""Make block tables from lists of blocks: each query token and KV head becomes a sequence of the blocks it lists."""
+"""Makes block tables from lists of blocks: each query token and KV head becomes a sequence of the blocks it lists."""
 
 from typing import NamedTuple
 
@@ -14,13 +14,13 @@ WARP = 32
 
 
 class Pages(NamedTuple):
-    """The cache in virtual pages, as `cute_kernels.gqa.blocks_plan` says; sizes are powers of two.
+    """The cache in virtual pages, as in `cute_kernels.gqa.blocks_plan`; sizes are powers of two.
 
     block_shift    log2 of the tokens of a block
-    rows_shift     of a virtual page
-    page_shift     of a page; not used without a block table
-    num_pages      of the cache
-    page, part, head  steps of numbers of virtual pages
+    rows_shift     log2 of the tokens of a virtual page
+    page_shift     log2 of the tokens of a page; not used without a block table
+    num_pages      pages of the cache
+    page, part, head  steps of virtual page numbers
     """
 
     block_shift: Int32
@@ -35,9 +35,9 @@ class Pages(NamedTuple):
 class BlockTableKernel:
     """Lists (batch, s_q, heads, n) -> a table (rows, n x pages of a block) and lengths (rows,), in one launch.
 
-    A row is a sequence, query token and list, and a warp has it. Its table has the virtual pages of the whole blocks of
-    the list, in the list's order, then those of the last block where that is partly filled: so keys that are not there
-    are past the end of the row's length, as the decode kernel masks them. The list comes 32 blocks at a time:
+    One warp has a row: a sequence, query token and list. Its table has the virtual pages of the whole blocks of the
+    list, in the list's order, then those of the last block if that is partly filled. So missing keys are past the end
+    of the row's length, where the decode kernel masks them. The list is read 32 blocks at a time:
 
     | step                              | instructions of a warp                                    |
     |-----------------------------------|-----------------------------------------------------------|
@@ -45,8 +45,8 @@ class BlockTableKernel:
     | whole blocks to the front         | a vote, a store to shared memory                          |
     | page numbers, virtual pages       | a load, then a store, for each 32 virtual pages           |
 
-    So a list of 32 takes two trips to memory, one after the other: list and length, then page numbers. Blocks past the
-    end of what the query sees are left out; of a page that does not exist the virtual page is -1.
+    So a list of 32 takes two round trips to memory: list and length, then page numbers. Blocks past the end of what the
+    query sees are left out; for a page that does not exist the virtual page is -1.
     """
 
     def __init__(self, spec: BlockTableSpec) -> None:
@@ -72,7 +72,7 @@ class BlockTableKernel:
         head_step: Int32,
         stream: cuda.CUstream,
     ):
-        """Launches the kernel. `capacity`: tokens that a sequence can have, fewer than 2^30."""
+        """Launches the kernel. `capacity`: most tokens of a sequence, fewer than 2^30."""
         _, s_q, heads, _ = mIndices.shape
         pages = Pages(block_shift, rows_shift, page_shift, num_pages, page_step, part_step, head_step)
         divisors = tuple(cute.fast_divmod_create_divisor_v2(Int32(n)) for n in (heads, s_q))
@@ -101,7 +101,7 @@ class BlockTableKernel:
         smem = cutlass.utils.SmemAllocator()
         sFound = smem.allocate_tensor(Int32, cute.make_layout((WARP + 1, self.spec.warps)), byte_alignment=4)
         cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()  # what kernels before this one write: lists, lengths, tables
+        cute.arch.griddepcontrol_wait()  # waits for what earlier kernels write: lists, lengths, tables
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), tid % WARP
         row = cta * self.spec.warps + warp
         by_heads, by_s_q = divisors
@@ -109,14 +109,14 @@ class BlockTableKernel:
             query_row, head = divmod(row, by_heads)
             b, query = divmod(query_row, by_s_q)
             n = Int32(mIndices.shape[3])
-            block = self._block(mIndices, b, query, head, lane, n)  # on its way while the length is
+            block = self._block(mIndices, b, query, head, lane, n)  # loaded at the same time as the length
             length = cutlass.min(cutlass.max(mLengths[b], 0), capacity)
-            end = length  # of what the query sees
+            end = length  # end of what the query sees
             if causal == 1:
                 end = cutlass.max(length - by_s_q.divisor + query + 1, 0)
             whole, rest = end >> pages.block_shift, end & ((Int32(1) << pages.block_shift) - 1)
             per_block = pages.block_shift - pages.rows_shift  # log2 of the virtual pages of a block
-            filled = (rest + (Int32(1) << pages.rows_shift) - 1) >> pages.rows_shift  # of the last block
+            filled = (rest + (Int32(1) << pages.rows_shift) - 1) >> pages.rows_shift  # virtual pages of the last block
             written, keys, has_last = Int32(0), Int32(0), Int32(0)
             for begin in cutlass.range(0, n, WARP, unroll=1):
                 is_new = self._is_new(mIndices, b, query, head, block, begin, lane, n)
@@ -147,7 +147,7 @@ class BlockTableKernel:
 
     @cute.jit
     def _block(self, mIndices: cute.Tensor, b: Int32, query: Int32, head: Int32, i: Int32, n: Int32) -> Int32:
-        """The i-th block of a list; -1 past its end."""
+        """Returns the i-th block of a list; -1 past its end."""
         block = Int32(-1)
         if i < n:
             block = mIndices[b, query, head, i]
@@ -165,7 +165,7 @@ class BlockTableKernel:
         lane: Int32,
         n: Int32,
     ):
-        """Whether the list does not have this lane's block, the one at begin + lane, before it."""
+        """Returns whether this lane's block, number begin + lane, is not listed before."""
         equal = Int32(0)
         for first in cutlass.range(0, begin, WARP, unroll=1):
             other = self._block(mIndices, b, query, head, first + lane, n)
@@ -180,7 +180,7 @@ class BlockTableKernel:
     def _virtual_page(
         self, mPages: cute.Tensor | None, pages: Pages, b: Int32, head: Int32, block: Int32, part: Int32
     ) -> Int32:
-        """The number of the part-th virtual page of a block of sequence b; -1 where the page does not exist."""
+        """Returns the number of the part-th virtual page of a block of sequence b; -1 if the page does not exist."""
         first = (block << (pages.block_shift - pages.rows_shift)) + part  # virtual pages of the sequence before it
         page, in_page = b, first
         if const_expr(self.spec.paged):
@@ -192,7 +192,7 @@ class BlockTableKernel:
         return cutlass.select_(page >= 0 and page < pages.num_pages, number, Int32(-1))
 
     def fake_arguments(self) -> tuple:
-        """What `__call__` is compiled from: any strides of the lists and the table but the last."""
+        """Returns the arguments for compilation: any strides of the lists and the table but the last."""
         batch, s_q, heads, n, rows, width = (cute.sym_int() for _ in range(6))
 
         def strided(*shape):

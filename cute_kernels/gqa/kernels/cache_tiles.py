@@ -1,7 +1,7 @@
-"""Caches of every layout as TMA sees them, and a tile of one in shared memory.
+"""Caches of every layout in the form that TMA takes, and a tile of one in shared memory.
 
-What the order of a cache's axes, or a packing, means to the load warp is here; what it means to the registers of a
-consumer warp is in fragments.py.
+This module knows what the order of a cache's axes, or a packing, means to the load warp; fragments.py knows what it
+means to the registers of a consumer warp.
 """
 
 import cutlass.cute as cute
@@ -15,7 +15,7 @@ from cute_kernels.gqa.spec import GqaDecodeSpec
 
 
 def fake_caches(spec: GqaDecodeSpec, sizes: dict) -> list:
-    """K and V as the kernel is compiled for them; `sizes` by axis: outer, rows, heads, d."""
+    """Makes fake K and V for compilation; `sizes` by axis: outer, rows, heads, d."""
     if spec.x_packed:
         x, page = 16 // spec.itemsize, spec.box_rows
         lead = [cute.sym_int64(divisibility=x) for _ in range(4)]
@@ -37,12 +37,12 @@ def fake_caches(spec: GqaDecodeSpec, sizes: dict) -> list:
 
 
 def codes_of(spec: GqaDecodeSpec, which: Which) -> Codes:
-    """The type of K or V."""
+    """Returns the type of K or V."""
     return spec.codes if which == "k" else spec.v_codes
 
 
 def tma_copy(spec: GqaDecodeSpec, which: Which, cache: cute.Tensor) -> Tma:
-    """The TMA copy of K or V; the modes of its coordinates are (rows, width, heads, outer)."""
+    """Makes the TMA copy of K or V; the modes of its coordinates are (rows, width, heads, outer)."""
     if spec.x_packed:
         rows, width = box_shape(spec, which)
         strides = (width, 1, cache.stride[1], cache.stride[0])
@@ -59,7 +59,7 @@ def tma_copy(spec: GqaDecodeSpec, which: Which, cache: cute.Tensor) -> Tma:
 
 
 def tile_layout(spec: GqaDecodeSpec, which: Which):
-    """Shared memory of one box: (rows, width), swizzled unless the bytes come as vLLM packs them."""
+    """Returns the layout of a box in shared memory: (rows, width), swizzled unless the bytes are packed as in vLLM."""
     shape = box_shape(spec, which)
     plain = cute.make_ordered_layout(shape, order=(1, 0))
     if spec.x_packed:
@@ -69,7 +69,7 @@ def tile_layout(spec: GqaDecodeSpec, which: Which):
 
 
 def box_shape(spec: GqaDecodeSpec, which: Which) -> tuple[int, int]:
-    """(rows, width) of one TMA copy. The bytes of a vLLM page and head are contiguous: rows of 128 of them."""
+    """Returns (rows, width) of a TMA copy. The bytes of a vLLM page and head are contiguous: rows of 128 bytes."""
     if spec.x_packed:
         width = 128 // spec.itemsize
         return spec.d * spec.box_rows // width, width
@@ -77,11 +77,11 @@ def box_shape(spec: GqaDecodeSpec, which: Which) -> tuple[int, int]:
 
 
 def partition(spec: GqaDecodeSpec, which: Which, tma: Tma, smem: cute.Pointer):
-    """`gTile` and `sTile` of a `TileCopy`, whose stage 0 begins at `smem`."""
+    """Returns `gTile` and `sTile` of a `TileCopy`, whose stage 0 begins at `smem`."""
     box, tile, codes = box_shape(spec, which), spec.tile(which), codes_of(spec, which)
     segments = 1 if spec.x_packed else tile.segments
     boxes = spec.keys_per_tile // spec.box_rows
-    # row segments outermost, so that the rows of a segment are those of the tile
+    # row segments outermost, so that a segment's rows are the tile's
     box_size = box[0] * box[1] if spec.x_packed else box[0] * tile.pitch // codes.itemsize
     stage_size = spec.stage_bytes // codes.itemsize
     stride = (box[1], 1, box_size, boxes * box_size, stage_size)

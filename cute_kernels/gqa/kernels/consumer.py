@@ -36,7 +36,7 @@ class ConsumerWarp:
 
     @cute.jit
     def run(self, call: Call, work_list: WorkList, scratch: Scratch, smem: SmemViews, warp_idx: Int32, lane: Int32):
-        """Attention over all work tiles of this CTA: results, partials and their merge."""
+        """Computes attention over all work tiles of this CTA: results, partials and their merge."""
         spec = self.spec
         tidx = warp_idx * 32 + lane
         team, part = warp_idx, Int32(0)
@@ -112,7 +112,7 @@ class ConsumerWarp:
         tiles: Int32,
         thread: Thread,
     ) -> Slot:
-        """This CTA's tiles of the one sequence that its cluster shares, and the merge; returns the slot after them."""
+        """Decodes this CTA's tiles of its cluster's one sequence, and merges; returns the slot after them."""
         length, first, _, start = self.scheduler.extent(work_list, b)
         query = query_block(b, work_tile, work_list)
         key_range = KeyRange(first + offset, first + offset + tiles, length, start)
@@ -123,7 +123,7 @@ class ConsumerWarp:
         return slot
 
     def _registers(self) -> tuple[SoftmaxState, ScoreTerms]:
-        """What a warp keeps in registers through all work tiles."""
+        """Makes the registers that a warp keeps through all work tiles."""
         acc_o = self.pv.accumulators()
         columns = self.pv.thread_columns
         row_max, row_sum, factor = (cute.make_rmem_tensor(columns, Float32) for _ in range(3))
@@ -133,7 +133,7 @@ class ConsumerWarp:
         return SoftmaxState(acc_o, row_max, row_sum, zeros), ScoreTerms(factor, slope, position)
 
     def buffers(self, smem: SmemViews, sequence: Int32) -> tuple[cute.Pointer, cute.Pointer]:
-        """Q and the constants of this CTA's sequence-th sequence."""
+        """Returns the buffers of Q and of the constants for this CTA's sequence-th sequence."""
         spec = self.spec
         size = const_expr(spec.q_values)
         q = smem.q + cute.assume(sequence % Q_BUFFERS * size, divby=size)
@@ -152,7 +152,7 @@ class ConsumerWarp:
         key_range: KeyRange,
         thread: Thread,
     ) -> Slot:
-        """This warp's keys of all tiles of a range; returns the slot after them."""
+        """Attends to this warp's keys in all tiles of a range; returns the slot after them."""
         tiles = smem.tiles
         kept = self._no_keys()
         if key_range.length > 0:
@@ -166,7 +166,7 @@ class ConsumerWarp:
         return slot
 
     def _no_keys(self) -> list[KeptKeys]:
-        """Registers for what PV takes of the tile before; until there is one, keys that add nothing."""
+        """Makes registers for PV's keys of the tile before; until there is one, keys that add nothing."""
         kept = [self.pv.key_registers() for _ in range(self.spec.key_blocks if self.spec.pv_is_late else 0)]
         for keys in kept:
             keys.s.fill(-Float32.inf)
@@ -176,7 +176,7 @@ class ConsumerWarp:
 
     @cute.jit
     def add_values(self, state: SoftmaxState, keys: list):
-        """P of the warp's keys of a tile, and PV."""
+        """Makes P of the warp's keys of a tile, and adds P V."""
         self.softmax.exponentiate(state, [some.s for some in keys])
         for some in keys:
             self.pv.accumulate(state.acc_o, state.zeros, *some)
@@ -199,15 +199,15 @@ class ConsumerWarp:
     ):
         """Adds the warp's keys of a tile to its state, and releases the stage.
 
-        Where `GqaDecodeSpec.pv_is_late`, the values of the tile before are added, and `kept` takes those of this tile.
+        If `GqaDecodeSpec.pv_is_late`, it adds the values of the tile before, and `kept` takes those of this tile.
 
-        V is in registers, as the cache stores it, before the softmax: so its way from shared memory overlaps with QK,
-        and the load warp gets the stage back earlier.
+        V is loaded into registers, in the cache's form, before the softmax. So its load from shared memory overlaps
+        with QK, and the load warp gets the stage back earlier.
         """
         spec, sizes, length = self.spec, call.sizes, key_range.length
         scales = smem.scales + slot.index * spec.scale_values
         page_exists, blocks = smem.page_exists + slot.index * spec.page_words, range(spec.key_blocks)
-        first_key = [(spec.teams * block + thread.team) * KEYS for block in blocks]  # of the tile
+        first_key = [(spec.teams * block + thread.team) * KEYS for block in blocks]  # first keys in the tile
         exists = self.softmax.existing_keys(page_exists, first_key[0], thread.lane)
         token_scales = [self._token_scales(scales, key, thread) for key in first_key]
         acc_s = self.qk.scores([k_scale for k_scale, _ in token_scales], q, address, thread)
@@ -221,7 +221,7 @@ class ConsumerWarp:
             self.qk.store_part(acc_s[0], parts, thread)
         v_address = address + spec.tile("k").size
         raw = [self.pv.load_v(self.pv.block_address("v", v_address, block), thread) for block in blocks]
-        # an arrival may overtake loads that wait behind others, and TMA would write the next tile over these rows
+        # an arrival may overtake loads that wait behind others, and TMA would overwrite these rows with the next tile
         cute.arch.fence_proxy("async.shared", space="cta")
         self.kv.release(smem, slot)
         if const_expr(spec.d_split > 1):
@@ -254,7 +254,7 @@ class ConsumerWarp:
         sizes: Sizes,
         thread: Thread,
     ) -> list:
-        """The warp's keys of a tile, of which nothing is left of those that a query or all do not see."""
+        """Returns the warp's keys of a tile, with scores masked for queries that do not see them."""
         spec, length = self.spec, key_range.length
         seen_by_all = length - sizes.causal * (query.s_q - 1)
         begins = length - sizes.window  # the first key that all queries see
@@ -278,9 +278,9 @@ class ConsumerWarp:
 
     @cute.jit
     def _token_scales(self, scales: cute.Pointer, first_key: Int32, thread: Thread):
-        """Scales of tokens and groups of a stage, of K and of V: (key, group) of this thread.
+        """Loads scales of tokens and groups of a stage, for K and for V: (key, group) of this thread.
 
-        first_key: of the tile, the first of the 16 keys.
+        first_key: position in the tile of the first of the 16 keys.
         """
         spec, g = self.spec, thread.lane // 4
         k_groups, v_groups = const_expr(self.qk.k_groups), const_expr(self.qk.v_groups)
@@ -303,5 +303,5 @@ class ConsumerWarp:
 
 
 def query_block(b: Int32, work_tile: WorkTile, work_list: WorkList) -> QueryBlock:
-    """The query rows of a work tile in sequence b."""
+    """Returns the query rows of a work tile in sequence b."""
     return QueryBlock(b, work_tile.kv_head, work_tile.block, work_list.divisors.ratio, work_list.sizes.s_q)

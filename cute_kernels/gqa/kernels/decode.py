@@ -5,19 +5,19 @@ scheduler.py), in tiles of 128 keys. Operands are swapped (swap_ab): keys are ro
 their columns, S^T = K Q^T, O^T = V^T P^T with mma.sync m16n8k16. So 8 query rows fill an instruction, and a byte of K
 or V is widened in the registers of the one warp that uses it (device/operands.py). Each consumer warp has 16 keys of
 every tile (32 of 4-bit keys, in tiles of 256), and its own row_max, row_sum and O: warps meet only where a sequence
-ends. With d 512 a team of four warps has them, and each warp a quarter of d: it would have no registers for all of O. A
-team adds up S once a tile (qk.py).
+ends. With d 512 a team of four warps shares the keys, and each warp has a quarter of d: one warp lacks registers for
+all of O. A team adds up S once a tile (qk.py).
 
 Scales of whole heads join the softmax scale and the result. Scales of tokens multiply S, and P before it is rounded.
 Scales of groups multiply partial sums of S, and P once a group. So dequantization costs a few instructions a key.
 
 Q is scaled by a power of two per row, so that float16 holds it whatever its size; S is scaled back in float32.
 
-Roles (384 threads; 160 without warps 9 to 11 and with tiles of 64 keys where a token has 512 bytes)
+Roles (384 threads; 160 without warps 9 to 11 and with tiles of 64 keys if a token has 512 bytes)
   warp 0..7   consumers, 200 registers: 16 keys of each tile, 32 of 4-bit keys, or a part of d of 16 (consumer.py:
               load_q.py, qk.py, softmax.py, pv.py, spread_nan.py), then the results (epilogue.py, merge.py)
   warp 8      load, 104 registers: TMA copies of K and V, `stages` tiles ahead (load.py)
-  warp 9..11  scales of tokens, where there are any (scales.py)
+  warp 9..11  scales of tokens, if there are any (scales.py)
 
 Mbarriers (pipelines.py): arrivals and bytes per phase
 int8, d 128, scales of tokens
@@ -28,19 +28,19 @@ bfloat16, d 128
   kv_full[2]          1 + 65,536 bytes  K and V are in the stage
   kv_empty[2]       256                 consumers have K and V in registers
   warp_o_empty      256                 consumers have read the O of all warps
-Named barriers: CONSUMERS, all consumers, where Q and where the warps' results change hands; TEAM + i, the warps of team
-i, where parts of S do.
+Named barriers: CONSUMERS, all consumers, which hand over Q and the results of warps; TEAM + i, the warps of team i,
+which exchange parts of S.
 
 Shared memory is listed in smem.py; with int8, d 128, 8 columns and scales of tokens: 4 stages, 178 KB.
 
 Timeline of a stage: `kv_empty` completes; the load warp starts its copies and the scale warps store their scales;
 `kv_full` completes; consumers do QK, load V into registers and release the stage; softmax and PV overlap with the next
 copies.
-From one sequence to the next nothing waits for global memory: Q, page numbers and scales are asked for before.
+Nothing waits for global memory between two sequences: Q, page numbers and scales are requested before.
 
-The last CTA of a sequence that several CTAs share merges it: each writes O, row_max and row_sum in float32 and counts
-itself, and the one that sees the full count adds them up in order. No CTA waits, and the order of additions is fixed.
-Short sequences of small batches are shared by a cluster of CTAs instead, which read each other's shared memory.
+The last CTA of a sequence that several CTAs share merges it: each CTA writes O, row_max and row_sum in float32 and
+counts itself, and the CTA that sees the full count adds them up in order. No CTA waits, and the order of additions is
+fixed. Short sequences of small batches are shared by a cluster of CTAs instead, which read each other's shared memory.
 """
 
 import cuda.bindings.driver as cuda
@@ -73,11 +73,11 @@ from cute_kernels.gqa.kernels.scheduler import WorkList
 from cute_kernels.gqa.kernels.smem import allocate
 from cute_kernels.gqa.spec import GqaDecodeSpec
 
-LOAD_REGISTERS, CONSUMER_REGISTERS = 104, 200  # 104 + 2 * 200 = 504 = 3 * 168, what 384 threads get at launch
+LOAD_REGISTERS, CONSUMER_REGISTERS = 104, 200  # 104 + 2 * 200 = 504 = 3 * 168, the registers of 384 threads at launch
 
 
 class GqaDecodeKernel:
-    """See the module's docstring. `spec` holds all that is fixed at compile time."""
+    """The kernel that the module's docstring describes. `spec` holds everything that is fixed at compile time."""
 
     def __init__(self, spec: GqaDecodeSpec):
         reasons = spec.can_implement()
@@ -92,7 +92,7 @@ class GqaDecodeKernel:
         self.consumer = ConsumerWarp(spec)
 
     def fake_arguments(self) -> tuple:
-        """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
+        """Returns shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
         spec = self.spec
         batch, s_q, h_q, h_kv, outer, rows = (cute.sym_int() for _ in range(6))
         q_dtype = element(spec.q_dtype)
@@ -150,12 +150,12 @@ class GqaDecodeKernel:
         counters: Int64,
         stream: cuda.CUstream,
     ):
-        """One launch of `ctas` CTAs.
+        """Launches `ctas` CTAs.
 
         Scales, slopes, scratch and counters come as addresses, which cost the host less than tensors; the strides of
         scales (outer, head, row, group) and of slopes are in elements. `window` is below 2^30. The line of key tiles is
-        cut into `ranges`, or each sequence into `splits` where that is not 0. `scratch` has room for 2 x ranges x heads
-        of the cache x blocks of query rows (or splits x batch instead of ranges) partials of columns x (d + 2) float32;
+        cut into `ranges`, or each sequence into `splits` if that is not 0. `scratch` has room for 2 x ranges x heads of
+        the cache x blocks of query rows (or splits x batch instead of ranges) partials of columns x (d + 2) float32;
         `counters` has a word for each sequence, head of the cache and block of query rows, 0 before and after.
         """
         spec = self.spec
@@ -235,7 +235,7 @@ class GqaDecodeKernel:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()  # what kernels before this one write: q, lengths, new tokens, the counters
+        cute.arch.griddepcontrol_wait()  # waits for what earlier kernels write: q, lengths, new tokens, the counters
 
         work_list = WorkList(call.tensors.mLengths, call.tensors.mStarts, call.sizes, work, divisors)
         page_shift = 31 - Int32(cute.arch.clz(page_size)) if const_expr(spec.paged) else Int32(0)

@@ -1,4 +1,4 @@
-"""The epilogue of the decode kernel: the teams of a CTA add up what they have, and a whole sequence is stored."""
+"""The epilogue of the decode kernel: the teams of a CTA add up their results, and the CTA stores a whole sequence."""
 
 import cutlass
 import cutlass.cute as cute
@@ -27,12 +27,12 @@ class Epilogue(Fragments):
     def __init__(self, spec: GqaDecodeSpec):
         super().__init__(spec)
         self.threads = 32 * spec.warps
-        self.vectors = spec.d // 4  # of a column
+        self.vectors = spec.d // 4  # vectors of a column
         self.rounds = -(-spec.columns * self.vectors // self.threads)
 
     @cute.jit
     def gather_warps(self, state: SoftmaxState, smem: SmemViews, thread: Thread):
-        """Every warp's part of O, and every team's row_max and row_sum, into shared memory."""
+        """Writes every warp's part of O, and every team's row_max and row_sum, into shared memory."""
         spec = self.spec
         w, lane = thread.team, thread.lane
         acc_o, row_max, row_sum, zeros = state
@@ -58,7 +58,7 @@ class Epilogue(Fragments):
                     o = acc_o[m][i // 2][2 * e + i % 2]
                     if const_expr(spec.rotated):
                         o -= zeros[i]
-                        if const_expr(spec.d == 256):  # the stage of `unrotate` between vectors that two warps have
+                        if const_expr(spec.d == 256):  # the stage of `unrotate` between vectors of two warps
                             other = acc_o[m ^ 8][i // 2][2 * e + i % 2] - zeros[i]
                             o = o + other if const_expr(m < 8) else other - o
                     row = self.row_of_o(m, g, e)
@@ -69,7 +69,7 @@ class Epilogue(Fragments):
 
     @cute.jit
     def store(self, smem: SmemViews, tensors: Tensors, constants: cute.Pointer, query: QueryBlock, tidx: Int32):
-        """The result of a sequence that this CTA has read alone."""
+        """Stores the result of a sequence that only this CTA has read."""
         spec = self.spec
         b, kv_head, block, ratio, s_q = query
         mOut, mLse = tensors.mOut, tensors.mLse
@@ -90,17 +90,17 @@ class Epilogue(Fragments):
     # ---- what storing and merging share
 
     def sync(self):
-        """All consumer threads meet."""
+        """Waits for all consumer threads."""
         cute.arch.barrier(barrier_id=NamedBarrier.CONSUMERS, number_of_threads=self.threads)
 
     def vector_of(self, tidx, i: int):
-        """(column, vector of it) that a thread has in round i."""
+        """Returns (column, vector of the column) that a thread has in round i."""
         index = tidx + i * self.threads
         return index // self.vectors, index % self.vectors
 
     @cute.jit
     def merge_warps(self, smem: SmemViews, n: Int32, vector: Int32):
-        """(a vector of O, row_max, row_sum) of a column over all teams."""
+        """Returns (a vector of O, row_max, row_sum) of a column over all teams."""
         spec = self.spec
         sSoftmax = warp_softmax_tensor(spec, smem)
         row_max, row_sum = sSoftmax[n, 0, 0], Float32(0.0)
@@ -118,7 +118,7 @@ class Epilogue(Fragments):
 
     @cute.jit
     def sum_of_warps(self, smem: SmemViews, n: Int32, vector: Int32, warps) -> cute.Tensor:
-        """A vector of a column, added up over the O of the first `warps` teams."""
+        """Returns a vector of a column, added up over the O of the first `warps` teams."""
         acc, other = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(4, Float32)
         acc.fill(0.0)
         for w in cutlass.range(warps, unroll=self.spec.teams):
@@ -128,15 +128,15 @@ class Epilogue(Fragments):
         return acc
 
     def _vector(self, smem: SmemViews, n: Int32, vector: Int32, w) -> cute.Tensor:
-        """A vector of a column in the O of a team."""
+        """Returns a vector of a column in the O of a team."""
         offset = cute.assume((w * self.spec.columns + n) * self.spec.warp_o_stride + 4 * vector, divby=4)
         return cute.make_tensor(smem.warp_o + offset, cute.make_layout(4))
 
     @cute.jit
     def unrotate(self, acc: cute.Tensor, vector: Int32):
-        """D H times the vector of which this thread has four elements, and the lanes beside it the others.
+        """Multiplies a vector, four elements per thread across neighbouring lanes, by D H.
 
-        With d 256 a warp has half of it, and `gather_warps` has added up the halves. Nothing where V is not rotated.
+        With d 256 a warp has half of it, and `gather_warps` has added up the halves. Does nothing if V is not rotated.
         """
         if const_expr(self.spec.rotated):
             rotation.hadamard(acc, vector, min(self.vectors, 32))
@@ -144,13 +144,13 @@ class Epilogue(Fragments):
 
     @cute.jit
     def normalization(self, row_max: Float32, row_sum: Float32, sink: Float32) -> Float32:
-        """1 / the denominator, sink included; 0 without keys."""
+        """Returns 1 / the denominator, sink included; 0 without keys."""
         denominator = row_sum + cute.math.exp2(sink * softmax.LOG2_E - softmax.finite(row_max), fastmath=True)
         return cutlass.select_(row_sum == 0.0, Float32(0.0), cute.arch.rcp_approx(denominator))
 
     @cute.jit
     def write(self, row: cute.Tensor, acc: cute.Tensor, factor: Float32, vector: Int32):
-        """A vector times a factor into a row of the output."""
+        """Writes a vector times a factor into a row of the output."""
         dtype = element(self.spec.q_dtype)
         rounded = cute.make_rmem_tensor(4, dtype)
         rounded.store((acc.load() * factor).to(dtype))

@@ -1,6 +1,6 @@
-"""Which keys, columns and bytes a thread of a consumer warp has, in fragments of mma.sync m16n8k16.
+"""The keys, columns and bytes of a thread of a consumer warp, in fragments of mma.sync m16n8k16.
 
-What the layout of a cache means to registers is all here; what it means to TMA is in cache_tiles.py.
+This module knows what the layout of a cache means to registers; cache_tiles.py knows what it means to TMA.
 """
 
 from typing import NamedTuple
@@ -21,8 +21,8 @@ class Thread(NamedTuple):
     """A consumer thread.
 
     tidx  its number among all consumer threads
-    team  of warps that share 16 keys of every tile
-    part  of d that its warp has
+    team  number of its team, warps that share 16 keys of every tile
+    part  number of its warp's part of d
     """
 
     warp: Int32
@@ -33,12 +33,12 @@ class Thread(NamedTuple):
 
 
 class SoftmaxState(NamedTuple):
-    """What a warp accumulates, in registers.
+    """The accumulators of a warp, in registers.
 
     acc_o    its part of O^T, relative to row_max: a fragment for each 16 rows of d and 8 columns
-    row_max  of a thread's columns, in units of log2: what P is relative to, `Softmax.p_exponent` below the largest
-    row_sum  of P over the keys that this thread has seen
-    zeros    likewise of P times scale and zero point of V, which O has too much; where codes have zero points
+    row_max  maximum of a thread's columns, in units of log2: P's reference, `Softmax.p_exponent` below the largest
+    row_sum  sum of P over the keys that this thread has seen
+    zeros    sum of P times scale and zero point of V, which O has too much; only if codes have zero points
     """
 
     acc_o: list
@@ -48,7 +48,7 @@ class SoftmaxState(NamedTuple):
 
 
 class ScoreTerms(NamedTuple):
-    """What turns q k of a thread's columns into scores in units of log2; slope and position are for ALiBi alone."""
+    """Terms that turn q k of a thread's columns into scores in units of log2; slope and position only serve ALiBi."""
 
     factor: cute.Tensor
     slope: cute.Tensor
@@ -56,10 +56,10 @@ class ScoreTerms(NamedTuple):
 
 
 class TileKeys(NamedTuple):
-    """16 keys that a warp has of a tile, of a sequence of `length` keys.
+    """16 keys that a warp has of a tile, in a sequence of `length` keys.
 
-    first   the first of them
-    own     the two of them that this thread has
+    first   the first key
+    own     the two keys that this thread has
     exists  bit i: row i of S has a page that exists
     """
 
@@ -70,7 +70,7 @@ class TileKeys(NamedTuple):
 
 
 class KeptKeys(NamedTuple):
-    """What PV takes of 16 keys of a tile, in registers.
+    """Inputs of PV for 16 keys of a tile, in registers.
 
     s        scores: (key, column) of this thread
     v_scale  scales of V: (key, group)
@@ -83,18 +83,18 @@ class KeptKeys(NamedTuple):
 
 
 class Fragments:
-    """What the parts of a consumer warp share.
+    """Facts that the parts of a consumer warp share.
 
     With g = lane / 4, t = lane % 4: a thread has S and P of keys g and g + 8 (as `key_row` orders them) for the columns
-    8 n + 2 t and 8 n + 2 t + 1; its accumulators are two rows of 16 of O^T for the same columns. So what belongs to a
-    column (maximum, sum, factors) is in the thread that needs it.
+    8 n + 2 t and 8 n + 2 t + 1; its accumulators are two rows of 16 of O^T for the same columns. So the values of a
+    column (maximum, sum, factors) are in the thread that needs them.
     """
 
     def __init__(self, spec: GqaDecodeSpec):
         self.spec = spec
         self.n_tiles = spec.columns // 8
         self.thread_columns = spec.columns // 4
-        self.d = spec.d // spec.d_split  # of the warp's part
+        self.d = spec.d // spec.d_split  # elements of the warp's part
         self.k_groups, self.v_groups = (
             groups // spec.d_split if groups > 1 else groups
             for groups in map(spec.scale_groups, (spec.k_scales, spec.v_scales))
@@ -106,59 +106,59 @@ class Fragments:
         self.x_packed = spec.x_packed
         self.pairs_of_tokens = self.x_packed and spec.bytes_cache  # see `key_row`
         self.interleaved_d = spec.bytes_cache and not self.x_packed  # see `device.operands`, "rows are columns of A"
-        self.loads_of_v = self.d * self.v_codes.itemsize // self.v_codes.values // 32  # of 4 registers
+        self.loads_of_v = self.d * self.v_codes.itemsize // self.v_codes.values // 32  # loads of 4 registers
         self.page_bytes = spec.d * spec.box_rows * spec.itemsize
 
     def key_row(self, i):
-        """Which of the warp's 16 keys is row i of S.
+        """Returns which of the warp's 16 keys is row i of S.
 
-        V of paged_vllm comes as rows of neighbouring tokens, of which even ones and odd ones make a pair of registers:
-        the rows of S take the same order, so that P fits.
+        V of paged_vllm comes as rows of neighbouring tokens; even and odd tokens make a pair of registers. The rows of
+        S take the same order, so that P fits.
         """
         return 2 * (i % 8) + i // 8 if self.pairs_of_tokens else i
 
     def column(self, i: int, lane):
-        """The i-th column that this thread has."""
+        """Returns the i-th column that this thread has."""
         return 8 * (i // 2) + 2 * (lane % 4) + i % 2
 
     def scale_of(self, word: Float32) -> Float32:
-        """The scale of a float32 that has a zero point in its four lowest bits."""
+        """Returns the scale of a float32 that has a zero point in its four lowest bits."""
         return (word.bitcast(Int32) & -16).bitcast(Float32)
 
     def centered_zero_point(self, word: Float32) -> Float32:
-        """The zero point of such a scale, less what is taken off codes."""
+        """Returns the zero point of such a float32, less what is subtracted from codes."""
         # 2^23 above four bits reads as 2^23 + x
         return ((word.bitcast(Int32) & 15) | 0x4B000000).bitcast(Float32) - (2.0**23 + operands.UINT4_CENTER)
 
     def mma(self, dtype):
-        """The matrix product of 16 keys, or 16 rows of d, by 8 columns."""
+        """Makes the matrix product of 16 keys, or 16 rows of d, by 8 columns."""
         return cute.make_tiled_mma(warp.MmaF16BF16Op(dtype, Float32, (16, 8, 16)))
 
     def accumulators(self) -> list:
-        """O^T: a fragment for each 16 rows of d and 8 columns."""
+        """Makes O^T: a fragment for each 16 rows of d and 8 columns."""
         mma = self.mma(self.v_dtype)
         shape = mma.partition_shape_C((16, 8))
         return [[mma.make_fragment_C(shape) for _ in range(self.n_tiles)] for _ in range(self.d // 16)]
 
     def key_registers(self) -> KeptKeys:
-        """Room for 16 keys."""
+        """Makes registers for 16 keys."""
         s = cute.make_rmem_tensor((2, self.thread_columns), Float32)
         v_scale = cute.make_rmem_tensor((2, max(self.v_groups, 1)), Float32)
         return KeptKeys(s, v_scale, cute.make_rmem_tensor(4 * self.loads_of_v, Int32))
 
     def v_registers(self, m: int) -> range:
-        """Which registers of the raw values have rows 16 m .. 16 m + 15 of V^T."""
+        """Returns which registers of the raw values have rows 16 m .. 16 m + 15 of V^T."""
         count, m = 2 * self.v_codes.itemsize, m // self.v_codes.values
         return range(count * m, count * (m + 1))
 
     def row_of_o(self, m: int, g, half: int):
-        """Which element of the warp's part the accumulators of block m have in row g, or g + 8 where half is 1."""
+        """Returns which element of the warp's part the accumulators of block m have in row g, or g + 8 if half is 1."""
         if self.v_codes.values == 2:  # see `codes.Uint4`
             return 32 * (m // 2) + 4 * g + 2 * (m % 2) + half
         return 16 * m + (2 * g + half if self.interleaved_d else g + 8 * half)
 
     def part_address(self, which: Which, tile, part):
-        """Address of a part of K or V: what `chunk_address` is given, so that its chunks are those of the part."""
+        """Returns the address of a part of K or V, from which `chunk_address` finds the chunks of the part."""
         if self.spec.d_split == 1:
             return tile
         if self.x_packed:
@@ -167,11 +167,11 @@ class Fragments:
         return tile + part * (shape.segments // self.spec.d_split * self.spec.keys_per_tile * shape.pitch)
 
     def block_address(self, which: Which, tile, block: int):
-        """Address of the keys of a tile from the block-th 16 of each team on; a block is a multiple of the swizzle."""
+        """Returns the address of the keys from the block-th 16 of each team on. Blocks are multiples of the swizzle."""
         return tile + block * (self.spec.teams * KEYS * self.spec.tile(which).pitch) if block else tile
 
     def chunk_address(self, which: Which, tile, row, chunk: int, half):
-        """Address of 16 bytes of a token of K or V: those of chunk + half, of row `row` of the tile, half 0 or 1."""
+        """Returns the address of 16 bytes of K or V: chunk + half (0 or 1) of row `row` of the tile."""
         if self.x_packed:
             page = self.spec.box_rows
             in_page = row // page * self.page_bytes + row % page * 16 + half * (page * 16)
@@ -188,9 +188,9 @@ class Fragments:
 
     @cute.jit
     def load_v(self, address: Int32, thread: Thread) -> cute.Tensor:
-        """The warp's part of its keys of V: 2 registers for each 16 rows of V^T, 4 of 16-bit numbers.
+        """Loads the warp's part of its keys of V: 2 registers for each 16 rows of V^T, 4 for 16-bit numbers.
 
-        address: of V of the tile in shared memory.
+        address: address of V of the tile in shared memory.
         """
         spec = self.spec
         w, lane = thread.team, thread.lane
@@ -219,9 +219,9 @@ class Fragments:
 
     @cute.jit
     def mask_v(self, raw: cute.Tensor, keys: TileKeys, lowest: Int32, lane: Int32):
-        """Zeros for tokens that no query sees: they may be NaN, and 0 x NaN is NaN."""
+        """Zeros the tokens that no query sees: they may be NaN, and 0 x NaN is NaN."""
         t = lane % 4
-        mask = cute.make_rmem_tensor(2, Int32)  # of registers with keys k 0..7 of a fragment, and with 8..15
+        mask = cute.make_rmem_tensor(2, Int32)  # for registers with keys k 0..7 of a fragment, and with 8..15
         # bytes of paged_vllm: a register has four tokens; otherwise two, and others in the second register
         tokens = const_expr(4 if self.pairs_of_tokens else 2)
         for k in cutlass.range_constexpr(2):
@@ -237,20 +237,20 @@ class Fragments:
             raw[i] = raw[i] & mask[self._half(i)]
 
     def _half(self, i: int) -> int:
-        """Whether register i of the raw values has keys k 0..7 or 8..15 of a fragment."""
+        """Returns whether register i of the raw values has keys k 0..7 or 8..15 of a fragment."""
         if self.pairs_of_tokens:
             return 0
-        # as ldmatrix gives them: rows are tokens, 8 at a time; in paged_vllm rows are d and a chunk has 8 tokens
+        # from ldmatrix: rows are tokens, 8 at a time; in paged_vllm rows are d and a chunk has 8 tokens
         return i % 4 // 2 if self.x_packed else i % 2
 
     @cute.jit
     def widen_v(self, a: cute.Tensor, raw: list, m: cutlass.Constexpr):
-        """Block m, 16 rows of V^T, as a fragment of A."""
+        """Makes block m, 16 rows of V^T, a fragment of A."""
         if const_expr(self.spec.bytes_cache):
             if const_expr(self.x_packed):
                 self.codes.widen_rows(a, raw[0], raw[1])
             else:
-                shift = const_expr(8 * (m % self.v_codes.values))  # registers that two blocks share
+                shift = const_expr(8 * (m % self.v_codes.values))  # two blocks share registers
                 self.v_codes.widen_columns(a, raw[0] >> shift, raw[1] >> shift)
         elif const_expr(self.x_packed):
             operands.take(a, raw[0], raw[1], raw[2], raw[3])

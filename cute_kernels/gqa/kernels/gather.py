@@ -1,4 +1,4 @@
-"""Copy pages of an INT8, FP8 or 4-bit cache as 16-bit numbers."""
+"""Copies pages of an INT8, FP8 or 4-bit cache as 16-bit numbers."""
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -26,9 +26,9 @@ class KvGatherKernel:
     | scales    | 1 load of 4 B, the same in a row    | 4 scales                    |
     | copies    | 2 stores of 16 B                    | 1 KB, without a gap         |
 
-    No shared memory, no barriers. A token and head is 2 d bytes in and 4 d out, so memory binds: 64 bytes of stores and
-    32 of loads a thread against some 60 instructions. Products are float32, rounded once. Rotated vectors are rotated
-    back by shuffles among the lanes of a row, in which threads past the last row repeat it.
+    There is no shared memory and no barrier. A token and head is 2 d bytes in and 4 d out, so memory binds: 64 bytes of
+    stores and 32 of loads a thread against some 60 instructions. Products are float32, rounded once. Rotated vectors
+    are rotated back by shuffles among the lanes of a row; threads past the last row repeat it for that.
     """
 
     def __init__(self, spec: KvGatherSpec) -> None:
@@ -54,8 +54,8 @@ class KvGatherKernel:
     ):
         """Launches the kernel.
 
-        Caches are (pages, page_size, h_kv, d) bytes at any strides, scales (pages, page_size, h_kv) likewise; one scale
-        is (1,). Fewer than 2^31 / d * 16 rows.
+        Caches are (pages, page_size, h_kv, d) bytes at any strides, scales (pages, page_size, h_kv) likewise; a single
+        scale is (1,). There are fewer than 2^31 / d * 16 rows.
         """
         page_size, h_kv = Int32(mKCache.shape[1]), Int32(mKCache.shape[2])
         lanes = Int32(mPages.shape[0]) * page_size * h_kv * self.lanes
@@ -102,7 +102,7 @@ class KvGatherKernel:
 
     @cute.jit
     def _load(self, mCache: cute.Tensor, place: tuple, part: Int32, rX: cute.Tensor):
-        """Starts the load of a lane's codes."""
+        """Starts loading a lane's codes."""
         size = const_expr(cute.size(rX))
         address = mCache.iterator.toint() + self._at(mCache, place) + Int64(size * part)
         source = cute.make_ptr(Int8, address, AddressSpace.gmem, assumed_align=size)
@@ -111,7 +111,7 @@ class KvGatherKernel:
 
     @cute.jit
     def _at(self, mX: cute.Tensor, place: tuple) -> Int64:
-        """Elements before a page, token and head. The products are 64-bit: caches have more than 2^31 elements."""
+        """Returns elements before a page, token and head: 64-bit products, for caches of more than 2^31 elements."""
         return sum((Int64(place[axis]) * Int64(mX.stride[axis]) for axis in range(3)), Int64(0))
 
     @cute.jit
@@ -122,7 +122,7 @@ class KvGatherKernel:
 
     @cute.jit
     def _numbers(self, rX: cute.Tensor, scale: Float32, codes: cutlass.Constexpr, part: Int32) -> cute.Tensor:
-        """What a lane's codes stand for, rounded."""
+        """Returns the numbers of a lane's codes, rounded."""
         x = cute.make_rmem_tensor((VALUES,), Float32)
         if const_expr(codes.rotated):
             words, word = cute.recast_tensor(rX, Int32), scale.bitcast(Int32)
@@ -146,7 +146,7 @@ class KvGatherKernel:
         cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(VALUES)))
 
     def fake_arguments(self) -> tuple:
-        """What `__call__` is compiled from: any strides of the cache but the last, in steps of 16 bytes."""
+        """Returns the arguments for compilation: any strides of the cache but the last, in steps of 16 bytes."""
         spec = self.spec
         pages, page_size, h_kv, n = (cute.sym_int() for _ in range(4))
 

@@ -31,7 +31,7 @@ class TileCopy(NamedTuple):
 
 
 class TileBox(NamedTuple):
-    """A tile in global memory: KV head, sequence, key tile of it, and its number in the batch of page numbers."""
+    """The place of a tile in global memory: KV head, sequence, key tile, and its number in a batch of page numbers."""
 
     kv_head: Int32
     sequence: Int32
@@ -42,9 +42,9 @@ class TileBox(NamedTuple):
 class LoadWarp:
     """Fills the stages of :class:`cute_kernels.gqa.kernels.decode.GqaDecodeKernel`; device code for one warp.
 
-    A tile is `boxes` TMA copies for each 128 bytes of a row, all on the barrier of its stage. Page numbers come 32 at a
-    time, one a lane, a batch ahead of the tiles that need them, also from one sequence to the next: with 16 MB of tiles
-    in flight on the card such a load takes 5 us, longer than some sequences.
+    A tile is `boxes` TMA copies for each 128 bytes of a row, all on the barrier of its stage. Page numbers are read 32
+    at a time, one a lane, a batch ahead of the tiles that need them, also across sequences: with 16 MB of tiles in
+    flight on the card such a load takes 5 us, longer than some sequences.
     """
 
     def __init__(self, spec: GqaDecodeSpec):
@@ -120,9 +120,9 @@ class LoadWarp:
 
     @cute.jit
     def read_pages(self, pages: cute.Tensor, page_table: PageTable, ahead: Upcoming, lane: Int32):
-        """The page of box l % boxes of tile l / boxes, counted from that ahead, into lane l; boxes > 32: several each.
+        """Loads the page of box l % boxes of tile l / boxes, from `ahead` on, into lane l; boxes > 32: several each.
 
-        Boxes past the last token repeat its page, so no entry past it is read; none of a sequence without tiles is.
+        Boxes past the last token repeat its page, so no later entry is read; nor any entry of a sequence without tiles.
         """
         if ahead.tile < ahead.stop:
             for e in cutlass.range_constexpr(self.entries):
@@ -144,12 +144,12 @@ class LoadWarp:
         head, b, tile, in_batch = box
         row, outer = tile, b
         if const_expr(self.spec.paged):
-            # which part of a page as large as a tile or larger; a smaller page is one box
+            # which part of a page that is as large as a tile or larger; a smaller page is one box
             row = Int32(0)
             if const_expr(self.boxes == 1):
                 row = tile & ((Int32(1) << (page_table.shift - self.keys.bit_length() + 1)) - 1)
         full = self.kv.full_barrier(smem, stage)
-        unroll = 4 if const_expr(self.spec.d < 256) else 1  # ptxas spills an address of d 256 otherwise
+        unroll = 4 if const_expr(self.spec.d < 256) else 1  # otherwise ptxas spills an address with d 256
         for i in cutlass.range(self.boxes, unroll=min(self.boxes, unroll)):
             if const_expr(self.spec.paged):
                 entry = pages[0]

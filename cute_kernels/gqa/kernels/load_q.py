@@ -1,4 +1,4 @@
-"""Q of a consumer warp: into shared memory as fragments of B, scaled into the range of float16, with constants."""
+"""Q of a consumer warp: stored to shared memory as fragments of B, scaled into float16's range, with constants."""
 
 import operator
 from typing import NamedTuple
@@ -15,16 +15,16 @@ from cute_kernels.gqa.kernels.scales import load_scale
 from cute_kernels.gqa.kernels.smem import O_SCALE, S_SCALE, SINK, column_constants, q_sums
 from cute_kernels.gqa.spec import GqaDecodeSpec
 
-Q_EXPONENT = 14  # of the largest value of a row of Q in float16, whose largest exponent is 15
+Q_EXPONENT = 14  # exponent of the largest value of a row of Q in float16, whose largest exponent is 15
 
 
 class QueryRows(NamedTuple):
-    """What a thread loads of a block of query rows, in registers, on its way to shared memory.
+    """A thread's part of a block of query rows, in registers, on its way to shared memory.
 
     raw      4 neighbours of a row of Q, for each 128 columns and each round
-    sink     of the row of each round
-    k_scale  of K of the head; 1 where scales are finer, 1 / d where K and Q are rotated, since H H is d
-    v_scale  of V; likewise
+    sink     sink of the row of each round
+    k_scale  scale of K of the head; 1 if scales are finer, 1 / d if K and Q are rotated, since H H is d
+    v_scale  scale of V of the head; likewise
     """
 
     raw: cute.Tensor
@@ -36,8 +36,8 @@ class QueryRows(NamedTuple):
 class LoadQ:
     """Device code that all consumer warps run for each sequence.
 
-    A sequence of 512 tokens is read in 4 us, and a load that misses the L2 cache waits for 1 to 2 of them in the queue
-    of the memory. So `fetch` starts the loads of a sequence before the key tiles of the one before it.
+    A sequence of 512 tokens is read in 4 us, and a load that misses the L2 cache waits for 1 to 2 us in the queue of
+    the memory. So `fetch` starts the loads of a sequence before the key tiles of the previous sequence.
     """
 
     def __init__(self, spec: GqaDecodeSpec):
@@ -51,7 +51,7 @@ class LoadQ:
         self.exponent = Q_EXPONENT - (spec.d.bit_length() - 1 if spec.k_rotated else 0)
 
     def registers(self) -> QueryRows:
-        """Room for what `fetch` loads."""
+        """Makes the registers for `fetch`."""
         raw = cute.make_rmem_tensor((4, self.pieces, self.rounds), element(self.spec.q_dtype))
         sink = cute.make_rmem_tensor(self.rounds, Float32)
         k_scale, v_scale = (cute.make_rmem_tensor(1, Float32) for _ in range(2))
@@ -61,7 +61,7 @@ class LoadQ:
 
     @cute.jit
     def fetch(self, rows: QueryRows, call: Call, query: QueryBlock, thread: Thread):
-        """Starts the loads of columns w, w + warps, ... of Q, and of what belongs to them.
+        """Starts loading columns w, w + warps, ... of Q, and the sinks and scales that belong to them.
 
         Columns past the last row repeat it; nobody stores their results.
         """
@@ -85,7 +85,7 @@ class LoadQ:
 
     @cute.jit
     def store(self, rows: QueryRows, sQ: cute.Pointer, constants: cute.Pointer, thread: Thread):
-        """What `fetch` has loaded into shared memory: Q as fragments of B, and the constants of its columns."""
+        """Stores what `fetch` has loaded into shared memory: Q as fragments of B, and the constants of its columns."""
         spec, lanes = self.spec, self.lanes
         w, lane = thread.warp, thread.lane
         words = cute.make_tensor(cute.recast_ptr(sQ, dtype=Int32), cute.make_layout(spec.columns * spec.d // 2))
@@ -131,7 +131,7 @@ class LoadQ:
 
     @cute.jit
     def _rotate(self, rows: cute.Tensor, lane: Int32):
-        """H D times a row of Q, whose pieces of 128 the lanes have."""
+        """Multiplies a row of Q by H D; lanes have its pieces of each 128."""
         vector = lane % self.lanes
         for p in cutlass.range_constexpr(self.pieces):
             rotation.flip_signs(rows[None, p], vector + 32 * p, self.spec.d)
@@ -143,7 +143,7 @@ class LoadQ:
 
     @cute.jit
     def _store_rotated(self, sQ: cute.Pointer, four: cute.Tensor, n: Int32, d: Int32):
-        """Four neighbours of a row of Q to where `QK.scores` meets codes in the order of `codes.Uint4`.
+        """Stores four neighbours of a row of Q where `QK.scores` meets codes in the order of `codes.Uint4`.
 
         Elements 8 t to 8 t + 3 of 32 are the low halves of a lane's four words, the next four the high ones.
         """
@@ -155,7 +155,7 @@ class LoadQ:
 
     @cute.jit
     def _store(self, words: cute.Tensor, four: cute.Tensor, n: Int32, d: Int32):
-        """Four neighbours of a row of Q: the words of column n where `QK.scores` reads them."""
+        """Stores four neighbours of a row of Q: the words of column n where `QK.scores` reads them."""
         step, t = d // 16, d % 16 // 4
         base = ((n // 8) * (self.spec.d // 32) + step // 2) * 128 + (n % 8) * 16 + 2 * (step % 2)
         w = cute.recast_tensor(four, Int32)

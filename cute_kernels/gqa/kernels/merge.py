@@ -1,4 +1,4 @@
-"""Sequences that several CTAs share: partials in global memory and their merge, or the merge of a cluster.
+"""Merges sequences that several CTAs share: by partials in global memory, or within a cluster.
 
 A partial is columns x d values of O, then (row_max, row_sum) of each column, all float32; O is relative to row_max, in
 units of log2. The CTA that counts itself as the last of a sequence merges its partials, in the order of the line: no
@@ -29,10 +29,10 @@ PARTIALS_IN_FLIGHT = 8  # partials that a thread loads at a time while it merges
 
 
 class SharedSequence(NamedTuple):
-    """Partials of a sequence: the one with its first tile in slot first + 1, the i-th other one in first + i * stride.
+    """Partials of a sequence: the one with its first tile is in slot first + 1, the i-th other in first + i * stride.
 
-    address  of slot 0
-    count    of the partials
+    address  address of slot 0
+    count    number of the partials
     """
 
     address: Int64
@@ -51,7 +51,7 @@ class Merge(Epilogue):
 
     @cute.jit
     def store_partial(self, smem: SmemViews, address: Int64, slot: Int32, query: QueryBlock, tidx: Int32):
-        """The partial of this CTA into a slot of the scratch memory at `address`."""
+        """Stores the partial of this CTA into a slot of the scratch memory at `address`."""
         spec = self.spec
         _, _, block, ratio, s_q = query
         values, stats = self._partial(address, slot)
@@ -66,9 +66,9 @@ class Merge(Epilogue):
 
     @cute.jit
     def count(self, counter: Int64, sharers: Int32, arrived: cute.Pointer, tidx: Int32):
-        """Counts this CTA's partial as written. True for the last of `sharers`, which then sees all partials.
+        """Counts this CTA's partial as written. Returns True to the last of `sharers`, which then sees all partials.
 
-        acq_rel: what the barrier has collected is visible before the count, and what others counted after it.
+        acq_rel: stores before the barrier are visible before the count, and other CTAs' stores after it.
         """
         sArrived = cute.make_tensor(arrived, cute.make_layout(1))
         self.sync()
@@ -93,9 +93,9 @@ class Merge(Epilogue):
     ):
         """Merges the partials of a sequence.
 
-        A warp takes the i-th, (i + warps of a column)-th, ... partials of a column; few columns leave several warps to
-        each. All loads of a round start before the first is waited for. Then the sums of these warps are added in
-        shared memory.
+        Warp i of a column takes every (warps of a column)-th partial from the i-th on; with few columns several warps
+        share each. All loads of a round start before the first wait. Then the sums of these warps are added in shared
+        memory.
         """
         spec = self.spec
         b, kv_head, block, ratio, s_q = query
@@ -103,9 +103,9 @@ class Merge(Epilogue):
         rows = cutlass.min(ratio.divisor * s_q - block * spec.columns, spec.columns)
         columns_at_once = cutlass.min(rows, spec.warps)
         column_warps = spec.warps // columns_at_once
-        if const_expr(spec.d_split > 1):  # each leaves its sum in the O of a team
+        if const_expr(spec.d_split > 1):  # each warp leaves its sum in the O of a team
             column_warps = cutlass.min(column_warps, spec.teams)
-        rank = w // columns_at_once  # of this warp among those of a column
+        rank = w // columns_at_once  # number of this warp among those of a column
         for i_round in cutlass.range_constexpr(max(spec.columns // spec.warps, 1)):
             n = w % columns_at_once + i_round * spec.warps
             if n < rows and rank < column_warps:
@@ -133,15 +133,15 @@ class Merge(Epilogue):
         column_warps: Int32,
         lane: Int32,
     ):
-        """This warp's share of a column: the sum of its partials, relative to all, and the column's log-sum-exp."""
+        """Stores this warp's share of a column, the sum of its partials relative to all, and the log-sum-exp."""
         spec = self.spec
         sConstants, sO = column_constants(spec, constants), warp_o_tensor(spec, smem)
         raw = cute.make_rmem_tensor((4, self.per_lane, PARTIALS_IN_FLIGHT), Float32)
         maxima = cute.make_rmem_tensor(PARTIALS_IN_FLIGHT, Float32)
         others = cute.make_rmem_tensor((2, 2), Float32)
         acc = cute.make_rmem_tensor((4, self.per_lane), Float32)
-        # acc_max: of this warp's partials, what acc is relative to
-        # row_max, row_sum: of all partials, some of them in each lane
+        # acc_max: maximum of this warp's partials, which acc is relative to
+        # row_max, row_sum: over all partials; each lane has some of them
         acc_max, row_max, row_sum = -Float32.inf, -Float32.inf, Float32(0.0)
         acc.fill(0.0)
         step = PARTIALS_IN_FLIGHT * column_warps  # up to 64 partials, so two in each lane
@@ -177,7 +177,7 @@ class Merge(Epilogue):
         other: Int32,
         lane: Int32,
     ):
-        """Starts the loads of a round: this warp's partials first, first + step, ..., and the stats of two of all."""
+        """Starts the loads of a round: this warp's partials first, first + step, ..., and the stats of two per lane."""
         last = shared.count - 1
         for j in cutlass.range_constexpr(PARTIALS_IN_FLIGHT):
             slot = slot_of_partial(shared, cutlass.min(first + j * step, last))
@@ -192,7 +192,7 @@ class Merge(Epilogue):
 
     @cute.jit
     def _add_stats(self, others, row_max: Float32, row_sum: Float32, lane: Int32, step: Int32, left: Int32):
-        """(row_max, row_sum) with those of two more partials, of `step` in a round and `left` in all."""
+        """Returns (row_max, row_sum) with two more partials added, of `step` in a round and `left` in all."""
         for j in cutlass.range_constexpr(2):
             is_partial = lane + 32 * j < step and lane + 32 * j < left
             new_max = cute.arch.fmax(row_max, cutlass.select_(is_partial, others[0, j], -Float32.inf))
@@ -204,7 +204,7 @@ class Merge(Epilogue):
 
     @cute.jit
     def _add_partials(self, acc, raw, maxima, acc_max: Float32, first: Int32, step: Int32, count: Int32) -> Float32:
-        """Adds a round of partials to `acc`; returns the maximum that it is relative to then."""
+        """Adds a round of partials to `acc`; returns the maximum that `acc` is relative to then."""
         new_max = acc_max
         for j in cutlass.range_constexpr(PARTIALS_IN_FLIGHT):
             new_max = cute.arch.fmax(new_max, maxima[j])
@@ -220,9 +220,9 @@ class Merge(Epilogue):
 
     @cute.jit
     def merge_cluster(self, smem: SmemViews, tensors: Tensors, constants: cute.Pointer, query: QueryBlock, tidx: Int32):
-        """Merges what the CTAs of a cluster have: each leaves it in shared memory and merges its part of the values.
+        """Merges the results of a cluster's CTAs: each leaves its own in shared memory and merges a part of the values.
 
-        As many neighbouring threads as CTAs read the same vector of each CTA and add them up by shuffles.
+        As many neighbouring threads as CTAs read the same vector, each from one CTA, and add them up by shuffles.
         """
         spec = self.spec
         cluster = spec.cluster
@@ -245,7 +245,7 @@ class Merge(Epilogue):
                     sSoftmax[n, spec.teams, 1] = row_sum
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
-        cta_vectors = const_expr(spec.columns * self.vectors // cluster)  # that this CTA merges
+        cta_vectors = const_expr(spec.columns * self.vectors // cluster)  # vectors that this CTA merges
         vectors_per_pass = const_expr(self.threads // cluster)
         rank, other = cute.arch.block_idx_in_cluster(), tidx % cluster
         for i in cutlass.range_constexpr(-(-cta_vectors // vectors_per_pass)):
@@ -275,7 +275,7 @@ class Merge(Epilogue):
         cute.arch.cluster_wait()
 
     def _partial(self, address: Int64, slot: Int32):
-        """O (4, vector, column, 1) and (row_max or row_sum, column, 1) of the partial in a slot."""
+        """Views O (4, vector, column, 1) and (row_max or row_sum, column, 1) of the partial in a slot."""
         spec = self.spec
         start = address + Int64(slot) * (4 * self.partial_floats)
         pointer = cute.make_ptr(Float32, start, AddressSpace.gmem, assumed_align=16)
@@ -286,5 +286,5 @@ class Merge(Epilogue):
 
 
 def slot_of_partial(shared: SharedSequence, i):
-    """The slot of the i-th partial of a sequence."""
+    """Returns the slot of the i-th partial of a sequence."""
     return shared.first + i * shared.stride + cutlass.select_(i == 0, Int32(1), Int32(0))

@@ -8,10 +8,10 @@ from cute_kernels.gqa.spec import GqaDecodeSpec
 
 
 class NamedBarrier(IntEnum):
-    """Barrier 0 is that of all threads of the CTA."""
+    """Named barriers. Barrier 0 is for all threads of the CTA."""
 
-    CONSUMERS = 1  # all consumer warps: Q, or results of the warps, change hands
-    TEAM = 2  # the warps of team 0: parts of S change hands; team i has barrier TEAM + i
+    CONSUMERS = 1  # all consumer warps: hand over Q, or results of the warps
+    TEAM = 2  # the warps of team 0 exchange parts of S; team i has barrier TEAM + i
 
 
 class GqaPipelines(NamedTuple):
@@ -26,7 +26,7 @@ class GqaPipelines(NamedTuple):
 
 
 def pipelines(spec: GqaDecodeSpec) -> GqaPipelines:
-    """The edges of a kernel."""
+    """Makes the edges of a kernel."""
     consumers = 32 * spec.warps
     what = "K, V and their scales are in the stage" if spec.scale_warps else "K and V are in the stage"
     return GqaPipelines(

@@ -9,13 +9,13 @@ from cute_kernels.gqa.kernels.fragments import Fragments
 
 
 class PV(Fragments):
-    """Device code for one consumer warp. `raw` are registers with numbers of V as the cache stores them."""
+    """Device code for one consumer warp. `raw` are registers with V in the cache's form."""
 
     @cute.jit
     def accumulate(self, acc_o: list, zeros: cute.Tensor, p: cute.Tensor, v_scale: cute.Tensor, raw: cute.Tensor):
-        """O^T += V^T P^T over the warp's keys; scales of V multiply P before it is rounded.
+        """Adds V^T P^T over the warp's keys to O^T; scales of V multiply P before it is rounded.
 
-        Zero points add to `zeros` what they are worth, times the same rounded numbers.
+        Zero points add their part to `zeros`, times the same rounded numbers.
         """
         spec = self.spec
         mma = self.mma(self.v_dtype)
@@ -39,7 +39,7 @@ class PV(Fragments):
                 rounded = self.store_p(scaled_p, b[n][group])
                 if const_expr(spec.rotated):
                     for k in cutlass.range_constexpr(2):
-                        # as bits, or the compiler would round each number by itself, by an instruction of 1/16 the rate
+                        # as bits, or the compiler would round each number alone, by an instruction of 1/16 the rate
                         pair = registers.opaque(rounded[k])
                         zeros[2 * n] += (pair << 16).bitcast(Float32) * zero_point[k]
                         zeros[2 * n + 1] += (pair & -65536).bitcast(Float32) * zero_point[k]
@@ -53,9 +53,9 @@ class PV(Fragments):
 
     @cute.jit
     def store_p(self, four: cute.Tensor, b: cute.Tensor) -> cute.Tensor:
-        """What a thread has of P^T for 8 columns, keys g and g + 8 of two columns, as a fragment of B.
+        """Makes a fragment of B of a thread's P^T for 8 columns: keys g and g + 8 of two columns.
 
-        Returns the two pairs that are rounded.
+        Returns the two rounded pairs.
         """
         rounded = cute.make_rmem_tensor(4, self.v_dtype)
         rounded.store(four.load().to(self.v_dtype))

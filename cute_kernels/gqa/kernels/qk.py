@@ -1,9 +1,9 @@
-"""QK of a consumer warp: S^T = K Q^T for 16 keys of a tile; the warps of a team add up what they have of it.
+"""QK of a consumer warp: S^T = K Q^T for 16 keys of a tile; the warps of a team add up their parts of S.
 
-With d 512 a team of four warps has 16 keys, and each a quarter of d. Each stores its part of S in shared memory, and
-after a barrier of the team all four read all parts and add them in the same order. So they hold the same bits, and none
-waits for another in softmax and PV. Two tiles of parts take turns: a warp that stores its next part has passed the
-barrier of the tile between, which the others reach after they have read this one.
+With d 512 a team of four warps has 16 keys, and each warp a quarter of d. Each stores its part of S in shared memory,
+and after a barrier of the team all four read all parts and add them in the same order. So they hold the same bits, and
+none waits for another in softmax and PV. Two buffers of parts alternate: a warp that stores its next part has passed
+the barrier of the tile between, which the other warps reach only after they have read this part.
 """
 
 import cutlass
@@ -22,18 +22,18 @@ class QK(Fragments):
 
     @cute.jit
     def scores(self, k_scales: list, sQ: cute.Pointer, address: Int32, thread: Thread):
-        """S^T of the warp's keys and part of d, scales and zero points included.
+        """Returns S^T of the warp's keys and part of d, scales and zero points included.
 
-        k_scales: of each 16 keys. address: of K of the tile in shared memory. Returns, for each 16 keys, a fragment for
-        each 8 columns.
+        k_scales: scales of each 16 keys. address: address of K of the tile in shared memory. Returns, for each 16 keys,
+        a fragment for each 8 columns.
         """
         spec, keys = self.spec, len(k_scales)
         lane, part = thread.lane, thread.part
         address = self.part_address("k", address, part)
         mma = self.mma(self.k_dtype)
         shape = mma.partition_shape_C((16, 8))
-        # Two sums for each 8 columns, or for each term of Q while there are registers: in a chain of products each
-        # waits 33 cycles for the one before it. A warp with 32 keys has twice as many chains anyway.
+        # There are two sums for each 8 columns, or one for each term of Q while registers suffice: in a chain of
+        # products each waits 33 cycles for the one before it. A warp with 32 keys has twice as many chains anyway.
         num_chains = const_expr(2 * spec.q_terms if keys * spec.columns * spec.d <= 1024 else 2)
         chains = [
             [[mma.make_fragment_C(shape) for _ in range(self.n_tiles)] for _ in range(num_chains)] for _ in range(keys)
@@ -68,7 +68,7 @@ class QK(Fragments):
                         raw[block] = operands.load_matrices(at, False)
                     x = raw[block]
                     for i in cutlass.range_constexpr(2):
-                        step = const_expr(2 * (pair % values) + i)  # of those that the registers have
+                        step = const_expr(2 * (pair % values) + i)  # which of the steps in these registers
                         register, shift = const_expr(step // values * 2), const_expr(8 * (step % values))
                         self.codes.widen_rows(a[block][None, 0, i], x[register] >> shift, x[register + 1] >> shift)
                 else:
@@ -105,7 +105,7 @@ class QK(Fragments):
 
     @cute.jit
     def store_part(self, acc_s: list, parts: cute.Pointer, thread: Thread):
-        """This warp's part of S, where the others of its team read it."""
+        """Stores this warp's part of S where the other warps of its team read it."""
         for n in cutlass.range_constexpr(self.n_tiles):
             target = self._part(parts, thread.warp, n, thread.lane)
             for e in cutlass.range_constexpr(4):
@@ -113,7 +113,7 @@ class QK(Fragments):
 
     @cute.jit
     def sum_of_parts(self, acc_s: list, parts: cute.Pointer, thread: Thread):
-        """S of the whole team; waits for its warps."""
+        """Sums S of the whole team into `acc_s`; waits for the team's warps."""
         split = self.spec.d_split
         cute.arch.barrier(barrier_id=NamedBarrier.TEAM + thread.team, number_of_threads=32 * split)
         other = cute.make_rmem_tensor(4, Float32)
@@ -124,6 +124,6 @@ class QK(Fragments):
                     acc_s[n][e] = other[e] if const_expr(part == 0) else acc_s[n][e] + other[e]
 
     def _part(self, parts: cute.Pointer, warp: Int32, n: int, lane: Int32) -> cute.Tensor:
-        """What a lane has of a warp's fragment of S for 8 columns."""
+        """Returns a lane's values of a warp's fragment of S for 8 columns."""
         offset = cute.assume(((warp * self.n_tiles + n) * 32 + lane) * 4, divby=4)
         return cute.make_tensor(parts + offset, cute.make_layout(4))

@@ -10,14 +10,14 @@ from cute_kernels.gqa.codes import element
 LARGEST = {"bfloat16": 3.3895313892515355e38, "float16": 65504.0}  # 0x7F7F, 0x7BFF
 MIN_SCALE = {"float16": 2.0**-14, "float32": 2.0**-126}
 CODE_MAX = 127.0
-FAR = 2.0**64  # division by a scale above it, or below its inverse, takes another power of two
+FAR = 2.0**64  # dividing by a scale above it, or below its inverse, takes another power of two
 
 
 class Quantizer:
     """Device code for one lane.
 
-    The codes are those of an IEEE division x / scale, rounded half to even; it takes three instructions a value
-    (`_divide`). With a computed scale a value takes 13 instructions.
+    The codes equal an IEEE division x / scale, rounded half to even; it takes three instructions a value (`_divide`).
+    With a computed scale a value takes 13 instructions.
     """
 
     def __init__(self, spec: KvAppendSpec) -> None:
@@ -27,7 +27,7 @@ class Quantizer:
 
     @cute.jit
     def absmax(self, rX: cute.Tensor) -> Float32:
-        """The largest magnitude of a piece, NaN left out."""
+        """Returns the largest magnitude of a piece, ignoring NaN."""
         kind = const_expr(self.ptx_type)
         words = cute.recast_tensor(rX, Int32)
         packed = cute.arch.inline_ptx(
@@ -42,11 +42,11 @@ class Quantizer:
         pair = cute.make_rmem_tensor((2,), self.dtype)
         cute.recast_tensor(pair, Int32)[0] = packed
         both = pair.load().to(Float32)
-        return cute.arch.fmax(cute.arch.fmax(both[0], both[1]), 0.0)  # 0 where all are NaN
+        return cute.arch.fmax(cute.arch.fmax(both[0], both[1]), 0.0)  # 0 if all are NaN
 
     @cute.jit
     def scale(self, absmax: Float32) -> Float32:
-        """The scale that is stored, as float32."""
+        """Returns the stored scale, as float32."""
         spec = self.spec
         absmax = cute.arch.fmin(absmax, LARGEST[spec.dtype])  # an Inf counts as the largest finite value
         scale = self._divide(absmax, Float32(CODE_MAX), Float32(1.0 / CODE_MAX))
@@ -58,7 +58,7 @@ class Quantizer:
 
     @cute.jit
     def codes(self, rX: cute.Tensor, absmax: Float32, scale: Float32, kind: str) -> cute.Tensor:
-        """16 codes in 4 words.
+        """Returns 16 codes in 4 words.
 
         A value that overflows or underflows in the division is clamped, or multiplied by a power of two together with
         its scale. With a computed scale that is rare and happens in the packed values; a given scale may be anything.
@@ -72,7 +72,7 @@ class Quantizer:
             power = cutlass.select_(size < 1.0 / FAR, Float32(FAR), power)
             scale = scale * power
             if const_expr(kind != GIVEN):
-                if power != 1.0:  # also where there is an Inf
+                if power != 1.0:  # also if there is an Inf
                     self._packed(rX, "min.NaN", 0x7F7F)
                     self._packed(rX, "max.NaN", 0xFF7F)
                     if power > 1.0:
@@ -80,7 +80,7 @@ class Quantizer:
                     else:
                         self._packed(rX, "mul.rn", 0x1F80)
         else:
-            # only Inf is beyond 127 scales, or what has the largest scale of float16: 127 * 65536 in bfloat16
+            # only Inf is beyond 127 scales, or a value with the largest scale of float16: 127 * 65536 in bfloat16
             most = const_expr(0x7BFF if spec.dtype == "float16" else 0x4AFE)
             if absmax > const_expr(LARGEST["float16"] if spec.dtype == "float16" else CODE_MAX * 65536):
                 self._packed(rX, "min.NaN", most)
@@ -108,7 +108,7 @@ class Quantizer:
 
     @cute.jit
     def _packed(self, rX: cute.Tensor, operation: str, constant: int):
-        """Each value becomes operation(value, constant), the bits of a number of the same type."""
+        """Applies operation(value, constant) to each value; the constant has the bits of a number of the same type."""
         kind, bits = const_expr(self.ptx_type), const_expr(hex(constant << 16 | constant))
         words = cute.recast_tensor(rX, Int32)
         for i in cutlass.range_constexpr(VALUES // 2):
@@ -120,11 +120,11 @@ class Quantizer:
 
     @cute.jit
     def _divide(self, x: Float32, scale: Float32, inverse: Float32) -> Float32:
-        """The quotient of x and scale, given RN(1 / scale).
+        """Returns the quotient of x and scale, given RN(1 / scale).
 
         The product with the inverse is off by less than 2 units in the last place; its remainder, which an FMA gives,
-        corrects it. For every x of 11 significant bits the result rounds to the integer that the IEEE quotient rounds
-        to: tests/cpu/test_gqa_append.py tries all pairs that are near a tie, and all else is far enough from one.
+        corrects it. For every x of 11 significant bits the result rounds to the same integer as the IEEE quotient:
+        tests/cpu/test_gqa_append.py tries all pairs that are near a tie, and all others are far enough from one.
         """
         quotient = x * inverse
         rest = self._fma(-scale, quotient, x)

@@ -1,7 +1,7 @@
 """Quantization of pieces of 16 values to e4m3, or to rotated 4-bit codes, in registers, bit for bit as
 `gqa.reference.quantize_e4m3` and `quantize_rotated`.
 
-Products and sums are single instructions in PTX: the compiler may join a product and a sum that are not.
+Products and sums are single instructions in PTX, because the compiler may fuse separate ones into an FMA.
 """
 
 import cutlass
@@ -19,13 +19,13 @@ class E4m3Quantizer(Quantizer):
 
     @cute.jit
     def scale(self, absmax: Float32) -> Float32:
-        """The scale that is stored."""
+        """Returns the stored scale."""
         absmax = cute.arch.fmin(absmax, LARGEST[self.spec.dtype])  # an Inf counts as the largest finite value
         return cute.arch.fmax(self._divide(absmax, Float32(E4M3_MAX), Float32(1.0 / E4M3_MAX)), E4M3_MIN_SCALE)
 
     @cute.jit
     def codes(self, rX: cute.Tensor, absmax: Float32, scale: Float32, kind: str) -> cute.Tensor:
-        """16 codes in 4 words. The conversion clamps; an infinity is far beyond what it clamps to."""
+        """Returns 16 codes in 4 words. The conversion clamps; an infinity is far beyond its limit."""
         inverse = Float32(1.0) / scale
         values = rX.load().to(Float32)
         codes = cute.make_rmem_tensor((VALUES // 4,), Int32)
@@ -49,7 +49,7 @@ class RotatedQuantizer(Quantizer):
 
     @cute.jit
     def quantize(self, rX: cute.Tensor, part: Int32):
-        """(the lane's 16 codes in 2 words, the scale with its zero point) of piece `part` of a head."""
+        """Returns (the lane's 16 codes in 2 words, the scale with its zero point) of piece `part` of a head."""
         y = self._rotated(rX, part)
         low, high = Float32(0.0), Float32(0.0)
         for i in cutlass.range_constexpr(VALUES):
@@ -71,7 +71,7 @@ class RotatedQuantizer(Quantizer):
 
     @cute.jit
     def _rotated(self, rX: cute.Tensor, part: Int32) -> cute.Tensor:
-        """H D x."""
+        """Returns H D x."""
         values = rX.load().to(Float32)
         y = cute.make_rmem_tensor((VALUES,), Float32)
         for i in cutlass.range_constexpr(VALUES):
@@ -83,25 +83,25 @@ class RotatedQuantizer(Quantizer):
 
 @cute.jit
 def not_nan(x: Float32) -> Float32:
-    """x, or 0 for NaN."""
+    """Returns x, or 0 for NaN."""
     return cutlass.select_(x == x, x, Float32(0.0))
 
 
 @cute.jit
 def product(a: Float32, b: Float32) -> Float32:
-    """A b, rounded."""
+    """Returns a b, rounded."""
     return cute.arch.inline_ptx("mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
 
 @cute.jit
 def total(a: Float32, b: Float32) -> Float32:
-    """A + b, rounded."""
+    """Returns a + b, rounded."""
     return cute.arch.inline_ptx("add.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
 
 @cute.jit
 def rounded_code(x: Float32) -> Int32:
-    """X rounded half up to an integer from 0 to 15."""
+    """Rounds x half up to an integer from 0 to 15."""
     half_up = total(cute.arch.fmax(x, 0.0), Float32(0.5))
     code = cute.arch.inline_ptx("cvt.rzi.s32.f32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[half_up])
     return cutlass.min(code, INT4_MAX)

@@ -12,7 +12,7 @@ from cute_kernels.gqa.codes import FLIPPED
 
 @cute.jit
 def hadamard(acc: cute.Tensor, part: Int32, lanes: cutlass.Constexpr):
-    """H times the vector of `lanes` neighbours, all of which take part; other lanes of the warp need not.
+    """Multiplies the vector of `lanes` neighbours, all of which call it, by H; other lanes of the warp need not call.
 
     Sums of neighbours come first, as in the reference.
     """
@@ -32,9 +32,9 @@ def hadamard(acc: cute.Tensor, part: Int32, lanes: cutlass.Constexpr):
 
 @cute.jit
 def flip_signs(acc: cute.Tensor, part: Int32, d: cutlass.Constexpr):
-    """D times a part of a vector of d."""
+    """Multiplies a part of a vector of d by D."""
     size = const_expr(cute.size(acc))
-    parts = const_expr(32 // size)  # of a word
+    parts = const_expr(32 // size)  # parts of a word
     flipped = Int32(0)
     for word in cutlass.range_constexpr(d // 32):
         bits = const_expr((FLIPPED >> 32 * word) & 0xFFFFFFFF)

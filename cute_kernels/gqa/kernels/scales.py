@@ -1,4 +1,4 @@
-"""The scale warps of the decode kernel: scales of tokens, from wherever they lie, into shared memory as float32."""
+"""The scale warps of the decode kernel: convert scales of tokens, wherever they lie, to float32 in shared memory."""
 
 from typing import NamedTuple
 
@@ -17,11 +17,11 @@ WARP = 32
 
 
 class Part(NamedTuple):
-    """Scales that a lane has of each of its keys.
+    """The scales that a lane has of each of its keys.
 
-    source  of K or V, with the address of a head's first scale
-    count   of them
-    first   the place of the first among the scales of a stage
+    source  scales of K or V, with the address of a head's first scale
+    count   number of the scales
+    first   place of the first among the scales of a stage
     """
 
     source: Scales
@@ -32,10 +32,9 @@ class Part(NamedTuple):
 class ScaleWarp:
     """Fills the scales of the stages of `GqaDecodeKernel`; device code for one warp of `scale_warps`.
 
-    Warps take tiles in turn, or one has the scales of K and one those of V; a lane has `keys` keys of a tile. With
-    16 MB of tiles in flight on the card a load waits 5 us in the queue of the memory. So loads are `depth` of the
-    warp's tiles ahead, in registers, and the page numbers that they need another `depth`, also from one sequence to
-    the next.
+    Warps take tiles in turn, or one has the scales of K and one those of V; a lane has `keys` keys of a tile. With 16
+    MB of tiles in flight on the card a load waits 5 us in the queue of the memory. So loads run `depth` of the warp's
+    tiles ahead, in registers, and the page numbers that they need run another `depth` ahead, also across sequences.
     """
 
     def __init__(self, spec: GqaDecodeSpec):
@@ -46,8 +45,8 @@ class ScaleWarp:
         self.keys = self.tile // WARP
         groups = spec.scale_groups(spec.k_scales), spec.scale_groups(spec.v_scales)
         self.in_turn = spec.scale_warps_take_turns
-        self.step = spec.scale_warps if self.in_turn else 1  # from a tile of the warp to its next one
-        self.groups = groups if self.in_turn else (max(groups),)  # of each part, at most
+        self.step = spec.scale_warps if self.in_turn else 1  # from a tile of the warp to its next tile
+        self.groups = groups if self.in_turn else (max(groups),)  # scales of each part, at most
         self.k_groups, self.v_groups = groups
         # six tiles of 128 keys, or three of 256: 12 tiles took 197 us instead of 193 at 64 x 8192, 4-bit
         self.depth = 2 if self.keys <= 4 and sum(self.groups) <= 4 else 1
@@ -88,7 +87,7 @@ class ScaleWarp:
 
     @cute.jit
     def of_head(self, scales: Scales, kv_head: Int32) -> Scales:
-        """With the address of a head's first scale."""
+        """Returns the scales with the address of a head's first scale."""
         address = scales.address + Int64(kv_head) * scales.head * const_expr(self.dtype.width // 8)
         return Scales(address, scales.outer, scales.head, scales.row, scales.group)
 
@@ -104,15 +103,15 @@ class ScaleWarp:
         turn: Int32,
         lane: Int32,
     ) -> Int32:
-        """Fills the scales of a stage for this warp's tiles of a range; returns how many tiles with keys that has.
+        """Fills the scales of a stage for this warp's tiles of a range; returns the range's number of tiles with keys.
 
-        begun: tiles before those of this range. turn: the first tile of this warp, counted from there.
+        begun: tiles before this range. turn: the first tile of this warp, counted from there.
         """
         raw = [cute.make_rmem_tensor((self.keys, max(groups, 1), self.depth), self.dtype) for groups in self.groups]
         entries, rows = (cute.make_rmem_tensor((self.keys, self.depth), Int32) for _ in range(2))
         ahead = self.scheduler.first_upcoming(work_list, assigned)
         ahead = self.scheduler.skip_ended(work_list, ahead._replace(tile=ahead.tile + turn))
-        found, loaded, stored, passes = Int32(0), Int32(0), Int32(0), Int32(0)  # of this warp's tiles; of all `depth`
+        found, loaded, stored, passes = Int32(0), Int32(0), Int32(0), Int32(0)  # of this warp; of all `depth`
         while passes < 2 or stored < found:
             for d in cutlass.range_constexpr(self.depth):
                 if passes >= 2 and stored < found:
@@ -137,7 +136,7 @@ class ScaleWarp:
     def store(
         self, raw: cute.Tensor, part: Part, groups: cutlass.Constexpr, smem: SmemViews, stage: Int32, lane: Int32
     ):
-        """Scales of this lane's keys into a stage, as float32."""
+        """Stores scales of this lane's keys into a stage, as float32."""
         layout = cute.make_layout((WARP, self.keys, max(groups, 1)), stride=(1, WARP, self.tile))
         sScale = cute.make_tensor(smem.scales + stage * self.spec.scale_values + part.first * self.tile, layout)
         for g in cutlass.range_constexpr(groups):
@@ -155,10 +154,10 @@ class ScaleWarp:
         ahead: Upcoming,
         lane: Int32,
     ) -> Upcoming:
-        """Starts the loads of the page numbers of this lane's keys of the tile ahead, and says which rows of the pages.
+        """Starts loading the page numbers of this lane's keys in the tile ahead, and finds the rows in their pages.
 
-        Past the last token: the last token. Without pages an entry is the number of the sequence. Returns the
-        warp's next tile.
+        Keys past the last token repeat it. Without pages an entry is the number of the sequence. Returns the warp's
+        next tile.
         """
         for i in cutlass.range_constexpr(self.keys):
             key = cutlass.min(ahead.tile * self.tile + i * WARP + lane, ahead.length - 1)
@@ -178,7 +177,7 @@ class ScaleWarp:
         groups: cutlass.Constexpr,
         page_table: PageTable,
     ):
-        """Starts the loads of the scales of this lane's keys: (key, group)."""
+        """Starts loading the scales of this lane's keys: (key, group)."""
         source = part.source
         for i in cutlass.range_constexpr(self.keys):
             entry = entries[i]
@@ -192,7 +191,7 @@ class ScaleWarp:
 
 @cute.jit
 def load_scale(dtype: cutlass.Constexpr, base: Int64, offset: Int64):
-    """One scale as it is stored; `offset` in elements."""
+    """Loads one stored scale; `offset` in elements."""
     address = base + offset * const_expr(dtype.width // 8)
     pointer = cute.make_ptr(dtype, address, AddressSpace.gmem, assumed_align=dtype.width // 8)
     return cute.make_tensor(pointer, cute.make_layout(1))[0]

@@ -1,9 +1,9 @@
 """The balanced schedule of the decode kernel: which key tiles of which sequences a work tile has, from lengths alone.
 
-The key tiles of all sequences form a line. A sequence without visible keys counts one tile, since its result must be
+The key tiles of all sequences form a line. A sequence without visible keys counts as one tile, since its result must be
 written. The line is cut into `ranges` of equal length (to a tile); a CTA decodes one range for one block of query rows:
-the end of one sequence, then whole sequences, then the beginning of another. Where `splits` > 0 the schedule is uniform
-instead: each sequence is cut into so many ranges. A cluster shares one sequence evenly.
+the end of one sequence, then whole sequences, then the beginning of another. If `splits` > 0 the schedule is uniform
+instead: each sequence is cut into that many ranges. A cluster shares one sequence evenly.
 
 The host prepares nothing and the device keeps nothing: each warp reads the lengths when it starts, so a captured launch
 follows lengths that change between replays.
@@ -22,7 +22,7 @@ WARP = 32
 
 
 class WorkList(NamedTuple):
-    """All that the schedule follows from."""
+    """The inputs of the schedule."""
 
     mLengths: cute.Tensor
     mStarts: Any  # a tensor, or None
@@ -32,16 +32,16 @@ class WorkList(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What the caller says of a sequence: its length, and its first key; 0 where that is the first token."""
+    """A sequence in the caller's arguments: its length, and its first key, 0 if that is the first token."""
 
     length: Int32
     start: Int32
 
 
 class Extent(NamedTuple):
-    """A sequence: its keys, the first tile with one that a query sees, the tiles from there on, and its first key.
+    """A sequence: its keys, the first tile that a query sees, the number of tiles from there on, and its first key.
 
-    Where the first key is past the last one, there are no keys.
+    If the first key is past the last one, there are no keys.
     """
 
     keys: Int32
@@ -51,7 +51,7 @@ class Extent(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """What a lane knows of the line: tiles before those of its sequences, those of its sequences, and all tiles."""
+    """A lane's view of the line: tiles before its sequences, tiles of its sequences, and all tiles."""
 
     preceding: Int32
     own: Int32
@@ -63,8 +63,8 @@ class WorkTile(NamedTuple):
 
     kv_head     head of the cache
     block       block of its query rows
-    head_block  both as one number
-    range       of the line; with splits or clusters, of a sequence: sequence x splits + split
+    head_block  kv_head and block as one number
+    range       number of the range; with splits or clusters, sequence x splits + split
     """
 
     kv_head: Int32
@@ -74,11 +74,11 @@ class WorkTile(NamedTuple):
 
 
 class Upcoming(NamedTuple):
-    """A key tile ahead of what a role works on, in the tiles with keys of a range, one sequence after the other.
+    """A key tile ahead of a role's current one, among the tiles with keys of a range, one sequence after the other.
 
-    sequence, tile  of it
+    sequence, tile  number of the sequence, and of its tile
     stop            the sequence's tiles in this range end before that one
-    left            tiles of the range after them, those of sequences without keys included
+    left            later tiles of the range, those of sequences without keys included
     length          keys of the sequence
     """
 
@@ -90,7 +90,7 @@ class Upcoming(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """Where a range begins: `offset` tiles into a sequence, whose first tile is at `line` of the line; `tiles` long."""
+    """The beginning of a range: `offset` tiles into a sequence that begins at tile `line` of the line; `tiles` long."""
 
     sequence: Int32
     offset: Int32
@@ -99,21 +99,21 @@ class Assignment(NamedTuple):
 
 
 class Sharers(NamedTuple):
-    """The ranges that share a sequence: the first, and how many."""
+    """The ranges that share a sequence: the first one, and their number."""
 
     first: Int32
     count: Int32
 
 
 class Scheduler:
-    """Device code that every role of `GqaDecodeKernel` runs by itself, so that all agree without talking."""
+    """Device code that every role of `GqaDecodeKernel` runs by itself, so that all agree without communication."""
 
     def __init__(self, spec: GqaDecodeSpec):
         self.spec = spec
 
     @cute.jit
     def work_tile(self, work_list: WorkList, index: Int32) -> WorkTile:
-        """The index-th work tile.
+        """Returns the index-th work tile.
 
         Neighbouring CTAs read the heads of the same tokens, or are the cluster that shares a sequence and head.
         """
@@ -127,17 +127,17 @@ class Scheduler:
         return WorkTile(kv_head, block, head_block, r)
 
     def extent(self, work_list: WorkList, b: Int32) -> Extent:
-        """Extent of sequence b."""
+        """Returns the extent of sequence b."""
         return self.extent_of(work_list, self.given(work_list, b))
 
     def given(self, work_list: WorkList, b: Int32) -> Given:
-        """Starts the loads of what the caller says of sequence b."""
+        """Starts loading the caller's length and first key of sequence b."""
         start = work_list.mStarts[b] if self.spec.starts else Int32(0)
         return Given(work_list.mLengths[b], start)
 
     @cute.jit
     def extent_of(self, work_list: WorkList, given: Given) -> Extent:
-        """Extent of a sequence of which this is given."""
+        """Returns the extent of a sequence from its loaded length and first key."""
         sizes, keys = work_list.sizes, self.spec.keys_per_tile
         start = cutlass.max(given.start, 0)
         length = cutlass.min(cutlass.max(given.length, 0), sizes.capacity)
@@ -150,7 +150,7 @@ class Scheduler:
 
     @cute.jit
     def survey(self, work_list: WorkList, lane: Int32) -> Survey:
-        """Adds up all sequences, lane i the i-th of 32 parts of the batch; zeros with clusters, which need no sums."""
+        """Adds up all sequences, lane i the i-th of 32 parts of the batch. Clusters need no sums and get zeros."""
         if const_expr(self.spec.cluster > 1):
             return Survey(Int32(0), Int32(0), Int32(0))
         batch = Int32(work_list.mLengths.shape[0])
@@ -168,7 +168,7 @@ class Scheduler:
 
     @cute.jit
     def assignment(self, work_list: WorkList, survey: Survey, r: Int32) -> Assignment:
-        """What range r has; 0 tiles where there are fewer tiles than ranges."""
+        """Returns range r; it has 0 tiles if there are fewer tiles than ranges."""
         if const_expr(self.spec.cluster > 1):
             b, rank = r // self.spec.cluster, r % self.spec.cluster
             _, _, tiles, _ = self.extent(work_list, b)
@@ -178,7 +178,7 @@ class Scheduler:
 
     @cute.jit
     def first_upcoming(self, work_list: WorkList, assigned: Assignment) -> Upcoming:
-        """The first tile with keys of a range; past `stop` where there is none."""
+        """Returns the first tile with keys of a range; past `stop` if there is none."""
         b, offset, left, _ = assigned
         length, first, tiles, _ = self.extent(work_list, b)
         stop = cutlass.min(offset + left, tiles)
@@ -190,7 +190,7 @@ class Scheduler:
 
     @cute.jit
     def skip_ended(self, work_list: WorkList, upcoming: Upcoming) -> Upcoming:
-        """Tile stop + n is the n-th of the sequences that follow; without such a tile, `tile` stays past `stop`."""
+        """Moves on to the next sequences if this one has ended; at the end of the range `tile` stays past `stop`."""
         b, tile, stop, left, length = upcoming
         while tile >= stop and left > 0:
             b += 1
@@ -203,7 +203,7 @@ class Scheduler:
 
     @cute.jit
     def _range_of_line(self, work_list: WorkList, survey: Survey, r: Int32) -> Assignment:
-        """As `assignment`, without clusters."""
+        """Does what `assignment` does, without clusters."""
         work, divisors = work_list.work, work_list.divisors
         b, offset, count, line = Int32(0), Int32(0), Int32(0), Int32(0)
         if work.splits > 0:
@@ -221,7 +221,7 @@ class Scheduler:
 
     @cute.jit
     def _locate(self, work_list: WorkList, survey: Survey, position: Int32):
-        """(sequence, its first tile in the line) of a tile of the line."""
+        """Returns (sequence, its first tile in the line) of a tile of the line."""
         per_lane = cute.ceil_div(Int32(work_list.mLengths.shape[0]), WARP)
         owner = cute.arch.popc(cute.arch.vote_ballot_sync(survey.preceding <= position)) - 1
         start = cute.arch.shuffle_sync(survey.preceding, owner)
@@ -237,7 +237,7 @@ class Scheduler:
 
     @cute.jit
     def sharers(self, work_list: WorkList, b: Int32, line: Int32, tiles: Int32, total: Int32) -> Sharers:
-        """The ranges that share sequence b, which has `tiles` tiles from `line` of the line on, of `total`."""
+        """Returns the ranges that share sequence b, whose `tiles` of `total` tiles begin at tile `line` of the line."""
         ranges, splits = work_list.work.ranges, work_list.work.splits
         first, count = b * splits, cutlass.min(splits, tiles)
         if splits == 0:
@@ -249,10 +249,10 @@ class Scheduler:
 
 @cute.jit
 def range_start(r: Int32, total: Int32, ranges: Int32, divisor) -> Int32:
-    """Where range r begins: r * total // ranges; one tile for each range where there are fewer tiles than ranges.
+    """Returns r * total // ranges, where range r begins; with fewer tiles than ranges, one tile for each range.
 
-    `divisor` is that of ranges: a division by a number that only the device knows takes 100 cycles. The host keeps
-    ranges * total below 2^31.
+    `divisor` divides by ranges: dividing by a number that only the device knows takes 100 cycles. The host keeps ranges
+    * total below 2^31.
     """
     start, _ = divmod(r * total, divisor)
     return cutlass.select_(total < ranges, cutlass.min(r, total), start)

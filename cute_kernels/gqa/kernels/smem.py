@@ -1,4 +1,4 @@
-"""Shared memory of the GQA decode kernel: what lies in it, in order, and tensors over it."""
+"""Shared memory of the GQA decode kernel: its parts, in order, and tensors over them."""
 
 from typing import NamedTuple
 
@@ -9,9 +9,9 @@ from cutlass.memory import SmemAllocator
 from cute_kernels.gqa.codes import element
 from cute_kernels.gqa.spec import GqaDecodeSpec
 
-Q_BUFFERS = 2  # Q of the next sequence is stored while slow warps still read that of this one
+Q_BUFFERS = 2  # Q of the next sequence is stored while slow warps still read Q of this one
 CONSTANTS_BUFFERS = 3  # and they may still read the constants of the sequence before, to store it
-S_SCALE, SINK, O_SCALE, NUM_CONSTANTS = 0, 1, 2, 3  # of a column: see `column_constants`
+S_SCALE, SINK, O_SCALE, NUM_CONSTANTS = 0, 1, 2, 3  # constants of a column: see `column_constants`
 
 
 class SmemViews(NamedTuple):
@@ -20,15 +20,15 @@ class SmemViews(NamedTuple):
     tiles         stages x (K, V) x keys x d x itemsize: rows of 128 bytes (64, 32), swizzled; pages of paged_vllm as
                   they lie in global memory
     q             2 buffers x terms x columns x d as fragments of B: a lane's 16 bytes of two k steps are neighbours;
-                  then the sum of each column, float32, where K has zero points
-    warp_o        teams x columns x (d + 4) float32: O of each team; a team is a warp where warps do not split d
+                  then the sum of each column, float32, if K has zero points
+    warp_o        teams x columns x (d + 4) float32: O of each team; a team is one warp unless warps split d
     warp_softmax  2 x (teams + 1) x columns float32: row_max and row_sum of each team, and of all for a cluster
-    s_parts       2 tiles x warps x 16 x columns float32: parts of S, where warps split d; see `qk`
+    s_parts       2 tiles x warps x 16 x columns float32: parts of S, if warps split d; see `qk`
     constants     3 buffers x columns x 3 float32: see `column_constants`
     scales        stages x keys x scales of a token, float32
     page_exists   a bit for each TMA copy of a stage: its page exists
     kv_full, kv_empty, warp_o_empty   mbarriers: see `pipelines`
-    arrived       what this CTA's count of a partial returned
+    arrived       this CTA's number in the count of partials
     """
 
     tiles: cute.Pointer
@@ -76,22 +76,22 @@ def allocate(spec: GqaDecodeSpec) -> SmemViews:
 
 
 def column_constants(spec: GqaDecodeSpec, constants: cute.Pointer) -> cute.Tensor:
-    """(column, S_SCALE | SINK | O_SCALE): S's factor besides the softmax scale, the sink, and O's factor."""
+    """Views (column, S_SCALE | SINK | O_SCALE): S's factor besides the softmax scale, the sink, and O's factor."""
     return cute.make_tensor(constants, cute.make_layout((spec.columns, NUM_CONSTANTS)))
 
 
 def q_sums(spec: GqaDecodeSpec, q: cute.Pointer) -> cute.Tensor:
-    """(column): sums of Q in the buffer that begins at `q`."""
+    """Views (column): sums of Q in the buffer that begins at `q`."""
     size = spec.q_terms * spec.columns * spec.d
     return cute.make_tensor(cute.recast_ptr(q + size, dtype=Float32), cute.make_layout(spec.columns))
 
 
 def warp_o_tensor(spec: GqaDecodeSpec, smem: SmemViews) -> cute.Tensor:
-    """O of each team: (d, column, team)."""
+    """Views O of each team: (d, column, team)."""
     stride = (1, spec.warp_o_stride, spec.warp_o_stride * spec.columns)
     return cute.make_tensor(smem.warp_o, cute.make_layout((spec.d, spec.columns, spec.teams), stride=stride))
 
 
 def warp_softmax_tensor(spec: GqaDecodeSpec, smem: SmemViews) -> cute.Tensor:
-    """(column, team, 0 for row_max or 1 for row_sum); the last team stands for all."""
+    """Views (column, team, 0 for row_max or 1 for row_sum); the last team stands for all."""
     return cute.make_tensor(smem.warp_softmax, cute.make_layout((spec.columns, spec.teams + 1, 2)))

@@ -1,4 +1,4 @@
-"""The formula of capped scores, from arithmetic that a kernel and a test on a CPU have alike."""
+"""The formula of capped scores, in arithmetic that a kernel and a CPU test share."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ def capped(
         cap: float32.
         exp2: 2^x.
         reciprocal: 1 / x.
-        select: the second argument where the first is true, else the third.
+        select: returns its second argument if the first is true, else the third.
     """
     u = x * x
     near_0 = x * (cap * (LN_2 / 2)) * (1.0 + u * (P1 + u * (P2 + u * P3)))

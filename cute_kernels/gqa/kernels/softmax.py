@@ -1,4 +1,4 @@
-"""Softmax of a consumer warp: from S to P, and row_max, row_sum and O as P demands."""
+"""Softmax of a consumer warp: turns S into P, and updates row_max, row_sum and O."""
 
 import functools
 
@@ -38,7 +38,7 @@ class Softmax(Fragments):
         length: Int32,
         lane: Int32,
     ):
-        """Clears the state; loads what the scores of each column are multiplied by, and its ALiBi line."""
+        """Clears the state; loads the factors of each column's scores, and its ALiBi line."""
         spec = self.spec
         b, kv_head, block, ratio, s_q = query
         for m in cutlass.range_constexpr(self.d // 16):
@@ -64,9 +64,9 @@ class Softmax(Fragments):
 
     @cute.jit
     def existing_keys(self, page_exists: cute.Pointer, first_key: Int32, lane: Int32) -> Int32:
-        """Bit i: row i of S has a page that exists, bit 16 + i: that of a second block, or of the same one.
+        """Returns bit i: row i of S has a page that exists, bit 16 + i: for a second block, or the same one.
 
-        page_exists: a bit for each TMA copy of the tile. first_key: of the tile, that of row 0.
+        page_exists: a bit for each TMA copy of the tile. first_key: position of row 0 in the tile.
         """
         spec, bits = self.spec, Int32(-1)
         if const_expr(spec.paged):
@@ -79,7 +79,7 @@ class Softmax(Fragments):
 
     @cute.jit
     def scaled_scores(self, acc_s: list, terms: ScoreTerms, keys: TileKeys, softcap: Float32) -> cute.Tensor:
-        """Scores in units of log2, softcap and ALiBi included: (key, column) of this thread."""
+        """Returns scores in units of log2, softcap and ALiBi included: (key, column) of this thread."""
         s = cute.make_rmem_tensor((2, self.thread_columns), Float32)
         exp2 = functools.partial(cute.math.exp2, fastmath=True)
         for i in cutlass.range_constexpr(self.thread_columns):
@@ -104,10 +104,10 @@ class Softmax(Fragments):
         sizes: Sizes,
         lane: Int32,
     ):
-        """-inf for scores of keys that a query does not see; 0 for scales of keys that none sees: they may be NaN.
+        """Sets scores of keys that a query does not see to -inf, and scales that none sees to 0: they may be NaN.
 
         lowest: the first key that any query sees.
-        Returns s, v_scale and bits: bit 2 i + k, the i-th column of this thread sees its key k; 0 where nothing can be
+        Returns s, v_scale and bits: bit 2 i + k, the i-th column of this thread sees its key k; 0 if nothing can be
         NaN.
         """
         length, s_q, g = keys.length, query.s_q, lane // 4
@@ -128,10 +128,10 @@ class Softmax(Fragments):
 
     @cute.jit
     def raise_max(self, state: SoftmaxState, scores: list):
-        """Where the largest score grows by RESCALE_THRESHOLD, row_max moves, and row_sum and O with it.
+        """If the largest score grows by RESCALE_THRESHOLD, moves row_max, and row_sum and O with it.
 
         So few tiles need shuffles and a rescaling of O. row_max is set `p_exponent` below the largest score, and P may
-        grow by 2^8 before it moves.
+        grow by 2^8 before row_max moves.
         """
         acc_o, row_max, row_sum, zeros = state
         exceeds = False
@@ -165,5 +165,5 @@ class Softmax(Fragments):
                 state.row_sum[i] += s[0, i] + s[1, i]
 
     def largest(self, scores: list, i: int):
-        """The largest score that this thread has in its i-th column."""
+        """Returns the largest score that this thread has in its i-th column."""
         return functools.reduce(cute.arch.fmax, [s[k, i] for s in scores for k in range(2)])

@@ -1,7 +1,7 @@
-"""NaN and infinity in V or its scales, of keys that some queries of a sequence see and others do not.
+"""Handles NaN and infinity in V or its scales, for keys that some queries of a sequence see and others do not.
 
 Such a key has P = 0 for the queries that do not see it, and 0 x NaN is NaN. Several queries share all but a few keys at
-both ends. Where values or scales of such a block of 16 keys are not finite, the queries that see them get NaN and the
+both ends. If values or scales of such a block of 16 keys are not finite, the queries that see them get NaN, and the
 products get zeros.
 """
 
@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, const_expr
 from cute_kernels.device import registers
 from cute_kernels.gqa.kernels.pv import PV
 
-LOWEST_BITS = {1: 0x01010101, 2: 0x00010001}  # of the numbers in a register, by their bytes
+LOWEST_BITS = {1: 0x01010101, 2: 0x00010001}  # lowest bits of the numbers in a register, by their bytes
 
 
 class SpreadNan(PV):
@@ -20,7 +20,7 @@ class SpreadNan(PV):
 
     @cute.jit
     def any_nan(self, raw: cute.Tensor, v_scale: cute.Tensor):
-        """Whether a value or scale of the warp's keys is not finite."""
+        """Returns whether a value or scale of the warp's keys is not finite."""
         signs, in_scales = Int32(0), False
         if const_expr(self.may_be_nan):
             for i in cutlass.range_constexpr(cute.size(raw)):
@@ -32,7 +32,7 @@ class SpreadNan(PV):
 
     @cute.jit
     def spread(self, acc_o: list, raw: cute.Tensor, v_scale: cute.Tensor, sees: Int32):
-        """NaN in O where a column sees a value or scale that is not finite, and zeros in place of these.
+        """Puts NaN into O if a column sees a value or scale that is not finite, and zeros in place of these.
 
         An infinity counts as NaN. sees: as `Softmax.mask` returns it.
         """
@@ -43,7 +43,7 @@ class SpreadNan(PV):
 
     @cute.jit
     def _spread_scales(self, acc_o: list, v_scale: cute.Tensor, sees: Int32):
-        """A scale that is not finite: NaN in all of its group."""
+        """Handles a scale that is not finite: NaN in all of its group."""
         blocks = self.d // 16
         for group in cutlass.range_constexpr(self.v_groups):
             nan_keys = [self._is_nan(v_scale[k, group]) for k in range(2)]
@@ -52,7 +52,7 @@ class SpreadNan(PV):
                 v_scale[k, group] = cutlass.select_(nan_keys[k], Float32(0.0), v_scale[k, group])
             for i in cutlass.range_constexpr(self.thread_columns):
                 found = (sees >> 2 * i) & keys
-                for step in cutlass.range_constexpr(3):  # lanes with other keys, and the same columns
+                for step in cutlass.range_constexpr(3):  # over lanes with other keys and the same columns
                     found |= cute.arch.shuffle_sync_bfly(found, 4 << step)
                 for m in cutlass.range_constexpr(
                     group * blocks // self.v_groups, (group + 1) * blocks // self.v_groups
@@ -63,9 +63,9 @@ class SpreadNan(PV):
 
     @cute.jit
     def _spread_values(self, acc_o: list, raw: cute.Tensor, sees: Int32):
-        """Values that are not finite: one more product, of 2 for each of them and 1 for each key that is seen.
+        """Handles values that are not finite: one more product, of 2 for each of them and 1 for each key that is seen.
 
-        It is positive for the numbers of O that see one of them.
+        The product is positive for the numbers of O that see one of them.
         """
         spec = self.spec
         mma = self.mma(self.v_dtype)
@@ -81,7 +81,7 @@ class SpreadNan(PV):
         product = mma.make_fragment_C(mma.partition_shape_C((16, 8)))
         zero = Int32(0)
         for m in cutlass.range_constexpr(self.d // 16):
-            # Found again for each block, after the block before: keeping what `any_nan` has found would spill at d 256.
+            # Found again for each block: keeping what `any_nan` has found would spill at d 256.
             found = [self._not_finite(registers.opaque(raw[i] + zero)) for i in self.v_registers(m)]
             self.widen_v(a, [(x >> 1) & 0x7FFFFFFF for x in found], m)  # 2.0 in all three types
             for n in cutlass.range_constexpr(self.n_tiles):
@@ -97,11 +97,11 @@ class SpreadNan(PV):
                 raw[r] = raw[r] & ((found[i] | (found[i] - lowest)) ^ Int32(-1))
 
     def _not_finite(self, x: Int32) -> Int32:
-        """The sign bits of the numbers in a register of values that are not finite."""
+        """Returns the sign bits of the numbers in a register of values that are not finite."""
         assert self.codes.not_finite is not None
         bits, last, signs = self.codes.not_finite
         return ((x & Int32(bits)) + Int32(last)) & Int32(signs - (1 << 32))
 
     def _is_nan(self, scale: Float32):
-        """Whether a scale is not finite."""
+        """Returns whether a scale is not finite."""
         return (scale.bitcast(Int32) & 0x7F800000) == 0x7F800000

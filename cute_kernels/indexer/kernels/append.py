@@ -1,4 +1,4 @@
-"""Append to the paged cache of index keys: quantize tokens and store each in its slot."""
+"""Append to the paged cache of index keys: quantizes tokens and stores each in its slot."""
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -11,8 +11,8 @@ from cute_kernels.indexer.append_spec import IndexAppendSpec
 from fp8_mla.formats import E8M0_BIAS, FP8_MAX, INDEX_KEY, MIN_INDEX_ABSMAX
 
 D = INDEX_KEY.d_qk
-VALUES = 16  # of a lane: its codes are one store of 16 bytes
-LANES = D // VALUES  # of a token
+VALUES = 16  # values of a lane: its codes are one store of 16 bytes
+LANES = D // VALUES  # lanes of a token
 WARP = 32
 BF16_MAX = 3.3895313892515355e38  # 0x7F7F
 
@@ -28,7 +28,7 @@ class IndexAppendKernel:
     | codes, 128 B  | one store of 16 B                              |
     | scale, 4 B    | lane 0 of a token stores it                    |
 
-    No shared memory and no barriers: the largest magnitude takes three shuffles. A token is 256 bytes in and 132 out.
+    There is no shared memory and no barrier: the largest magnitude takes three shuffles. 256 bytes in, 132 out.
     The rules are those of `fp8_mla.pack_index_keys`, in float32 without flushing subnormals.
     """
 
@@ -44,8 +44,8 @@ class IndexAppendKernel:
     def __call__(self, mK: cute.Tensor, mCache: cute.Tensor, mSlots: cute.Tensor, stream: cuda.CUstream):
         """Launches the kernel.
 
-        mK (tokens, 128), rows contiguous, at multiples of 16 bytes. mCache (num_pages, page_size, 132) bytes: pages
-        at multiples of 16 bytes; a page lies where its first stride says, and is planar whatever the others say.
+        mK (tokens, 128), rows contiguous, at multiples of 16 bytes. mCache (num_pages, page_size, 132) bytes: pages at
+        multiples of 16 bytes. Only the first stride counts, and a page is planar whatever the other strides are.
         """
         tokens = Int32(mK.shape[0])
         page_size = cute.fast_divmod_create_divisor_v2(Int32(mCache.shape[1]))
@@ -67,7 +67,7 @@ class IndexAppendKernel:
         index = cta * (self.spec.warps * WARP) + tid
         token, part = index // LANES, index % LANES
         tokens = Int32(mK.shape[0])
-        # lanes past the last token repeat it and store nothing: shuffles need all
+        # lanes past the last token repeat it and store nothing: shuffles need all lanes
         own = cutlass.min(token, tokens - 1)
         slot = mSlots[own]
         values = self._load(mK, own, part)
@@ -84,7 +84,7 @@ class IndexAppendKernel:
 
     @cute.jit
     def _load(self, mK: cute.Tensor, token: Int32, part: Int32):
-        """16 values of a token, as float32."""
+        """Loads 16 values of a token, as float32."""
         loads = const_expr(VALUES // self.vector)
         load = cute.make_copy_atom(CopyG2ROp(), self.dtype, num_bits_per_copy=128)
         raw = cute.make_rmem_tensor((self.vector, loads), self.dtype)
@@ -96,12 +96,12 @@ class IndexAppendKernel:
 
     @cute.jit
     def _quantize(self, values: cute.TensorSSA):
-        """(16 codes as bytes, the scale of the token)."""
+        """Returns (16 codes as bytes, the scale of the token)."""
         flat = cute.make_rmem_tensor((VALUES,), Float32)
         flat.store(values.reshape((VALUES,)))
         absmax = Float32(MIN_INDEX_ABSMAX)
         for i in cutlass.range_constexpr(VALUES):
-            absmax = cute.arch.fmax(absmax, abs(flat[i]))  # ignores NaN
+            absmax = cute.arch.fmax(absmax, abs(flat[i]))  # this ignores NaN
         absmax = cute.arch.warp_reduction(absmax, cute.arch.fmax, threads_in_group=LANES)
         absmax = cute.arch.fmin(absmax, BF16_MAX)
         if const_expr(self.spec.scale == "ue8m0"):
@@ -118,7 +118,7 @@ class IndexAppendKernel:
         return cute.recast_tensor(codes, Uint8), scale
 
     def fake_arguments(self) -> tuple:
-        """What `__call__` is compiled from: any strides, those of k and of pages multiples of 16 bytes."""
+        """Returns the arguments for compilation: any strides, those of k and of pages multiples of 16 bytes."""
         tokens = cute.sym_int()
         mK = make_fake_tensor(self.dtype, (tokens, D), (cute.sym_int64(divisibility=self.vector), 1), assumed_align=16)
         strides = (cute.sym_int64(divisibility=16), cute.sym_int64(), 1)

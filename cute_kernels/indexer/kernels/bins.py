@@ -1,7 +1,7 @@
-"""Logits as integers in their order, bins of such integers, and the bin in which the wanted number is reached.
+"""Logits as integers in their order, bins of such integers, and the bin in which a wanted count is reached.
 
-A float32 becomes a signed 32-bit *key*: its bits where it is positive, the complement of its magnitude where it is
-negative. -0.0 counts as 0.0, NaN as -inf. No number has the key `ABSENT`, which is below all.
+A float32 becomes a signed 32-bit *key*: its bits if it is positive, the complement of its magnitude if it is negative.
+-0.0 counts as 0.0, NaN as -inf. No number has the key `ABSENT`, which is below all others.
 """
 
 import cutlass
@@ -15,13 +15,13 @@ HALF = BINS // 2
 FRACTION_BITS = 5
 SHIFT = 23 - FRACTION_BITS
 OFFSET = 107 << FRACTION_BITS
-"""Bins begin at 2^-20: 32 binades of 32 bins. Smaller magnitudes are in the first of them, larger ones in the last."""
+"""Bins begin at 2^-20: 32 binades of 32 bins. The first bin has smaller magnitudes too, the last one larger ones."""
 ABOVE_INFINITY = 0x7F800001
 
 
 @cute.jit
 def ordered(x: Float32) -> Int32:
-    """The key of a number."""
+    """Returns the key of a number."""
     number = cute.arch.fmax(x + Float32(0.0), -Float32.inf)
     bits = number.bitcast(Int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -29,7 +29,7 @@ def ordered(x: Float32) -> Int32:
 
 @cute.jit
 def bin_of(key: Int32) -> Int32:
-    """The bin of a key: 1024 of zero, 1025 to 2047 of positive numbers, 1022 down to 0 of negative ones."""
+    """Returns the bin of a key: 1024 for zero, 1025 to 2047 for positive numbers, 1022 down to 0 for negative ones."""
     sign = key >> 31
     magnitude = key ^ sign
     step = cutlass.max((magnitude >> SHIFT) - OFFSET, cutlass.min(magnitude, 1))
@@ -38,7 +38,7 @@ def bin_of(key: Int32) -> Int32:
 
 @cute.jit
 def keys_of_bin(bin_index: Int32):
-    """(first, end) of the keys in a bin."""
+    """Returns (first, end) of the keys in a bin."""
     is_positive = bin_index >= HALF
     step = cutlass.select_(is_positive, bin_index - HALF, HALF - 1 - bin_index)
     begin, end = (step + OFFSET) << SHIFT, (step + OFFSET + 1) << SHIFT
@@ -49,7 +49,7 @@ def keys_of_bin(bin_index: Int32):
 
 @cute.jit
 def shift_for(width: Int32) -> Int32:
-    """The least shift after which so many keys fall into the bins of a histogram."""
+    """Returns the smallest shift after which `width` keys fall into the bins of a histogram."""
     return cutlass.max(21 - Int32(cute.arch.clz(width - 1)), 0)
 
 
@@ -57,6 +57,6 @@ def shift_for(width: Int32) -> Int32:
 def count(histogram: Int32, bin_index: Int32):
     """Adds 1 to a bin of the histogram at an address in shared memory.
 
-    With a 1 that ptxas sees: such additions to one address are counted, not made one by one.
+    It adds a constant 1: ptxas then counts additions to one address instead of making them one by one.
     """
     cute.arch.inline_ptx("red.shared.add.u32 [{$r0}], 1;", read_only_args=[histogram + 4 * bin_index])

@@ -1,4 +1,4 @@
-"""Logits of the indexer over paged FP8 keys."""
+"""Computes logits of the indexer over paged FP8 keys."""
 
 from typing import NamedTuple
 
@@ -20,14 +20,14 @@ from fp8_mla.formats import INDEX_KEY
 D = INDEX_KEY.d_qk
 WARP = 32
 CHUNK = 16  # bytes of a copy
-CHUNKS = D // CHUNK  # of a key
+CHUNKS = D // CHUNK  # copies of a key
 
 
 class Keys(NamedTuple):
     """The keys of a request, as one thread copies them.
 
     cache   address of the first page
-    pages   that there are
+    pages   number of pages
     apart   bytes from page to page
     size    keys of a page
     length  keys that any query of the CTA sees
@@ -41,13 +41,13 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Neighbouring queries of a request that are scored together, and what one thread sees of them in shared memory.
+    """Neighbouring queries of a request that are scored together, and one thread's view of them in shared memory.
 
-    request  that they are of
-    first    place of the first one in it
-    count    that there are
-    weights  (queries, 4, heads / 4 + 4): those of the columns of a lane are neighbours; four lanes read other banks
-    lengths  how many keys each sees
+    request  number of their request
+    first    number of the first query in the request
+    count    number of queries
+    weights  (queries, 4, heads / 4 + 4): weights of a lane's columns are neighbours; four lanes read different banks
+    lengths  number of keys that each query sees
     """
 
     request: Int32
@@ -58,7 +58,7 @@ class Queries(NamedTuple):
 
 
 class Divisors(NamedTuple):
-    """Numbers that threads divide by, with what makes that fast; `groups` of queries a request."""
+    """Numbers that threads divide by, as fast divisors; a request has `groups` groups of queries."""
 
     groups: cute.FastDivmodDivisorV2
     s_q: cute.FastDivmodDivisorV2
@@ -82,7 +82,7 @@ class Problem(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """What tiles are multiplied from: wgmma, its fragments of q, and addresses in shared memory."""
+    """Operands of the products of a tile: wgmma, its fragments of q, and addresses in shared memory."""
 
     mma: cute.TiledMma
     tQ: cute.Tensor
@@ -92,15 +92,15 @@ class Tiles(NamedTuple):
 
 
 class ScoreKernel:
-    """q (batch, s_q, heads, 128) e4m3 over the keys of each request -> logits of all queries and how many each has.
+    """q (batch, s_q, heads, 128) e4m3 and the keys of each request -> logits of all queries, and each query's length.
 
     S (64 keys, heads) = K q^T: keys are rows of wgmma, so a thread has two keys and heads / 4 heads of each, whose sum
-    is a chain in registers and two shuffles. A CTA is one warpgroup; three or four share an SM and hide what others
-    wait for. All CTAs of the launch have an equal share of the tiles, from one cut to the next: each scans the lengths
-    for it, so a graph may be replayed with others. A CTA multiplies each tile by up to `queries` queries in turn, so
+    is a chain in registers and two shuffles. A CTA is one warpgroup; three or four share an SM and hide each other's
+    waits. All CTAs of the launch have an equal share of the tiles, from one cut to the next. Each scans the lengths for
+    it, so a graph may be replayed with other lengths. A CTA multiplies each tile by up to `queries` queries in turn, so
     that keys are read once for all of them: from memory, and from shared memory into 16 registers, so that a query
-    reads 8 KB of shared memory, q, not 16. While one is summed up the next is multiplied, in other accumulators. All
-    threads copy keys by cp.async into a ring, `stages` - 1 tiles ahead:
+    reads 8 KB of shared memory (q) instead of 16. While one query is summed up the next is multiplied, in other
+    accumulators. All threads copy keys by cp.async into a ring, `stages` - 1 tiles ahead:
 
     | shared memory    | bytes                  | 64 heads, 1 query | 4 queries |
     |------------------|------------------------|-------------------|-----------|
@@ -109,14 +109,14 @@ class ScoreKernel:
     | scales           | stages x 256           | 1024              | 1024      |
     | weights, lengths | queries x 4 x (heads + 17) | 324           | 1296      |
 
-    Barriers: one of the CTA a tile. After it the copies of all threads into this tile are there, and all have read the
-    tile before, whose place the next copies take. One more where the tiles of other queries begin.
+    There is one barrier of the CTA a tile. After it the copies of all threads into this tile are there, and all have
+    read the tile before, whose stage the next copies take. There is one more where the tiles of other queries begin.
 
     A tile is 8448 bytes and takes an SM of an H100 some 640 cycles to read. Its copies take 120 issue slots, a query of
     64 heads 128 cycles of wgmma and 92 issue slots.
 
-    Sums are in DeepGEMM's order: a lane adds its heads of even and of odd columns apart, then both, times the key's
-    scale, then the four lanes of a key. max(S, 0) is fmaxf, so a NaN product counts as 0. The keys of a page that the
+    Sums are in DeepGEMM's order: a lane adds its heads of even and of odd columns separately, then both, times the
+    key's scale, then the four lanes of a key. max(S, 0) is fmaxf, so a NaN product counts as 0. Keys of a page that the
     cache lacks get the scale NaN, so that they come last.
     """
 
@@ -146,9 +146,9 @@ class ScoreKernel:
 
         mQ (batch, s_q, heads, 128) bytes; mWeights (batch, s_q, heads); mCache (num_pages, page_size, 132) bytes,
         planar pages, at least one, whose page size is a multiple of 16; mTable (batch, max_pages); mSeqlens (batch, 1):
-        query j sees the first mSeqlens - s_q + 1 + j keys, or (batch, s_q): what each sees. mLogits
-        (batch x s_q, width); mLengths (batch x s_q,). `ctas` share all tiles. The `first` first keys that a query sees
-        and the `last` last ones get +inf. Queries of which none sees more than `unscored` keys get no logits.
+        query j sees the first mSeqlens - s_q + 1 + j keys, or (batch, s_q): number of keys that each query sees.
+        mLogits (batch x s_q, width); mLengths (batch x s_q,). `ctas` share all tiles. The `first` first and `last` last
+        keys that a query sees get +inf. A group of queries that see at most `unscored` keys gets no logits.
         """
         spec = self.spec
         k, tile = OperandMajorMode.K, (KEYS, spec.heads, D)
@@ -188,7 +188,7 @@ class ScoreKernel:
             scales,
         )
         cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()  # what kernels before this one write: q, keys, lengths
+        cute.arch.griddepcontrol_wait()  # waits for what earlier kernels write: q, keys, lengths
         if cta == 0:
             for row in cutlass.range(tid, Int32(problem.mLengths.shape[0]), spec.threads, unroll=1):
                 request, query = divmod(row, problem.divisors.s_q)
@@ -199,10 +199,10 @@ class ScoreKernel:
         total = cute.arch.warp_redux_sync(total, "add")
         share = (total + (ctas - 1)) // ctas
         begin, end = cta * share, cutlass.min((cta + 1) * share, total)
-        before = Int32(0)  # tiles of the groups before this chunk of them
+        before = Int32(0)  # tiles of the groups before this chunk of groups
         for chunk in cutlass.range(0, groups, WARP, unroll=1):
             count = self._count_tiles(problem, chunk + lane, groups)
-            until = count  # tiles of this lane and those below it
+            until = count  # tiles of this lane and of lower lanes
             for step in (1, 2, 4, 8, 16):
                 more = cute.arch.shuffle_sync_up(until, step)
                 until += cutlass.select_(lane >= step, more, Int32(0))
@@ -222,7 +222,7 @@ class ScoreKernel:
 
     @cute.jit
     def _length(self, problem: Problem, request: Int32, query: Int32) -> Int32:
-        """How many keys a query sees."""
+        """Returns how many keys a query sees."""
         mSeqlens, s_q, width = problem.mSeqlens, problem.divisors.s_q.divisor, Int32(problem.mLogits.shape[1])
         length = cutlass.min(cutlass.max(mSeqlens[request, 0], 0), width) - (s_q - 1) + query  # -2^31 - 1 wraps around
         if mSeqlens.shape[1] == s_q:  # with one query both mean the same
@@ -231,7 +231,7 @@ class ScoreKernel:
 
     @cute.jit
     def _longest(self, problem: Problem, request: Int32, first: Int32) -> Int32:
-        """How many keys any query of a group sees."""
+        """Returns how many keys any query of a group sees."""
         longest = Int32(0)
         for i in cutlass.range_constexpr(self.spec.queries):
             query = cutlass.min(first + i, problem.divisors.s_q.divisor - 1)
@@ -240,7 +240,7 @@ class ScoreKernel:
 
     @cute.jit
     def _count_tiles(self, problem: Problem, index: Int32, groups: Int32) -> Int32:
-        """Tiles of a group of queries; 0 of one that does not exist."""
+        """Returns the tiles of a group of queries; 0 for a group that does not exist."""
         count = Int32(0)
         if index < groups:
             request, group = divmod(index, problem.divisors.groups)
@@ -251,9 +251,9 @@ class ScoreKernel:
 
     @cute.jit
     def _score(self, problem: Problem, queries: Queries, tiles: Tiles, first: Int32, end: Int32, tid: Int32):
-        """Logits of a group of queries over tiles first, first + 1, ... below end."""
+        """Computes the logits of a group of queries over tiles first, first + 1, ... below end."""
         spec, mCache, mLogits = self.spec, problem.mCache, problem.mLogits
-        cute.arch.sync_threads()  # all have read the queries before these
+        cute.arch.sync_threads()  # all threads have read the queries before these
         keys = Keys(
             mCache.iterator.toint(), Int32(mCache.shape[0]), Int64(mCache.stride[0]), Int32(mCache.shape[1]),
             self._longest(problem, queries.request, queries.first),
@@ -272,7 +272,7 @@ class ScoreKernel:
         ]
         factors = cute.make_rmem_tensor(spec.heads // 4, Float32)  # weights of this lane's heads
         key_scales = cute.make_rmem_tensor(2, Float32)
-        sums = cute.make_rmem_tensor((2, spec.queries), Float32)  # of this lane's heads
+        sums = cute.make_rmem_tensor((2, spec.queries), Float32)  # sums of this lane's heads
         row_bytes = 4 * Int64(mLogits.stride[0])
         row = queries.request * problem.divisors.s_q.divisor + queries.first
         logits_rows = mLogits.iterator.toint() + Int64(row) * row_bytes
@@ -280,7 +280,7 @@ class ScoreKernel:
         for tile in cutlass.range(first, end, unroll=1):
             cute.arch.cp_async_wait_group(spec.stages - 2)
             if tile == first:
-                cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads q where it lies
+                cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads q in shared memory
             cute.arch.sync_threads()
             ahead_tile = tile + (spec.stages - 1)
             if ahead_tile < end:
@@ -292,7 +292,7 @@ class ScoreKernel:
             self._multiply(tiles, accs[0], operand, 0)
             for r in cutlass.range_constexpr(2):
                 key_scales[r] = (tiles.scales + (KEYS * stage + wgmma.row(tid, r))).load()
-            for i in cutlass.range_constexpr(spec.queries):  # of one while the next is multiplied
+            for i in cutlass.range_constexpr(spec.queries):  # sums one query while the next is multiplied
                 if const_expr(i + 1 < spec.queries):
                     self._multiply(tiles, accs[(i + 1) % 2], operand, i + 1)
                 factors.store(self._weights(queries, i, tid).load())
@@ -306,7 +306,7 @@ class ScoreKernel:
 
     @cute.jit
     def _load_keys(self, tiles: Tiles, stage: Int32, tid: Int32) -> cute.Tensor:
-        """The keys of a tile as an operand in registers, 16 of them, which all queries are multiplied with."""
+        """Loads this thread's 16 registers of a tile's keys, an operand that all queries are multiplied with."""
         operand = tiles.mma.make_fragment_A(tiles.mma.partition_shape_A((KEYS, D)))
         registers = cute.recast_tensor(operand, Int32)
         row = KEYS * stage + PAGE_STEP * (tid // WARP) + tid % PAGE_STEP
@@ -324,13 +324,13 @@ class ScoreKernel:
         warpgroup.commit_group()
 
     def _weights(self, queries: Queries, query: int, tid: Int32) -> cute.Tensor:
-        """The weights of a query for this lane's heads, in shared memory."""
+        """Views the weights of a query for this lane's heads, in shared memory."""
         start = queries.weights + self.spec.weights // 4 * (4 * query + tid % 4)
         return cute.make_tensor(start, cute.make_layout(self.spec.heads // 4))
 
     @cute.jit
     def _copy_queries(self, mQ: cute.Tensor, queries: Queries, q_bytes: Int32, tid: Int32):
-        """Starts the copies of q; they belong to the first group. The last query stands for those that are lacking."""
+        """Starts the copies of q; they belong to the first group. The last query replaces missing ones."""
         spec = self.spec
         start = mQ.iterator.toint() + Int64(queries.request) * Int64(mQ.stride[0])
         for i in cutlass.range_constexpr(spec.queries * spec.heads * CHUNKS // spec.threads):
@@ -350,14 +350,14 @@ class ScoreKernel:
                 place = query * spec.weights + head % 8 // 2 * (spec.weights // 4) + head // 8 * 2 + head % 2
                 (queries.weights + place).store(problem.mWeights[queries.request, queries.first + query, head])
         if tid < spec.queries:
-            length = Int32(0)  # of queries that are lacking, so that nothing of them is stored
+            length = Int32(0)  # length of missing queries, so that nothing of them is stored
             if tid < queries.count:
                 length = self._length(problem, queries.request, queries.first + tid)
             (queries.lengths + tid).store(length)
 
     @cute.jit
     def _load_page(self, problem: Problem, request: Int32, tile: Int32, length: Int32, tid: Int32) -> Int32:
-        """Starts the load of the page number of a warp's keys of a tile; past the last key it is that of that key."""
+        """Starts loading the page number of a warp's keys in a tile; past the last key, that key's page number."""
         position = cutlass.min(tile * KEYS + PAGE_STEP * (tid // WARP), length - 1)
         index, _ = divmod(position, problem.divisors.page_size)
         return problem.mTable[request, index]
@@ -366,7 +366,7 @@ class ScoreKernel:
     def _copy_keys(
         self, problem: Problem, keys: Keys, page: Int32, tile: Int32, stage: Int32, tiles: Tiles, tid: Int32
     ):
-        """Starts the copies of a tile: each warp's 16 keys are in one page, and neighbours."""
+        """Starts the copies of a tile: each warp's 16 keys are neighbours in one page."""
         warp, lane = cute.arch.make_warp_uniform(tid // WARP), tid % WARP
         exists = page >= 0 and page < keys.pages
         start = keys.cache + Int64(cutlass.select_(exists, page, Int32(0))) * keys.apart
@@ -389,7 +389,7 @@ class ScoreKernel:
 
     @cute.jit
     def _sum(self, acc: cute.Tensor, weights: cute.Tensor, scales: cute.Tensor, sums: cute.Tensor):
-        """What this lane has of two keys: the sum over its heads, times each key's scale."""
+        """Computes this lane's sums of two keys: over its heads, times each key's scale."""
         products = wgmma.by_row(acc)
         for r in cutlass.range_constexpr(2):
             parts = [Float32(0.0), Float32(0.0)]
@@ -402,7 +402,7 @@ class ScoreKernel:
         self, sums: cute.Tensor, lengths: cute.Pointer, problem: Problem, first_row: Int64, row_bytes: Int64,
         begin: Int32, tid: Int32,
     ):  # fmt: skip
-        """Adds up what four lanes have of two keys and stores it: a lane one logit of each two queries."""
+        """Adds up the four lanes' sums of two keys and stores them: a lane stores one logit of each two queries."""
         is_odd, is_upper = tid % 2 == 1, tid // 2 % 2 == 1
         position = begin + wgmma.row(tid, 0) + 8 * (tid % 2)
         for pair in cutlass.range_constexpr(-(-self.spec.queries // 2)):
@@ -430,7 +430,7 @@ class ScoreKernel:
                 target.store(value)
 
     def fake_arguments(self) -> tuple:
-        """What `__call__` is compiled from: any strides, those of q and of pages multiples of 16 bytes."""
+        """Returns the arguments for compilation: any strides, those of q and of pages multiples of 16 bytes."""
         batch, s_q, rows, width = (cute.sym_int() for _ in range(4))
         heads = self.spec.heads
         q_strides = (*(cute.sym_int64(divisibility=16) for _ in range(3)), 1)
@@ -451,7 +451,7 @@ class ScoreKernel:
 
 @cute.jit
 def _swizzled(start: Int32, row: Int32, chunk: Int32) -> Int32:
-    """Where a chunk of a row of 128 bytes lies, in the 128-byte swizzle."""
+    """Returns where a chunk of a row of 128 bytes lies, in the 128-byte swizzle."""
     return start + row * D + ((chunk ^ (row % 8)) * CHUNK)
 
 

@@ -1,4 +1,4 @@
-"""The positions of the highest logits of a row, in order, exactly."""
+"""Finds the positions of the highest logits of a row, in order, exactly."""
 
 from typing import Any, NamedTuple
 
@@ -15,18 +15,18 @@ from cute_kernels.indexer.kernels import bins
 from cute_kernels.indexer.topk_spec import BINS, MAX_TOPK, QUAD, WARP, TopkSpec
 
 BITS_ABOVE = 0x0F0F0F0F
-"""Of a word of marks: logits that are chosen, one bit each. The other bits are of those between two bounds."""
-VECTORS = 4  # of a quad and lane
+"""Bits of a word of marks for chosen logits, one bit each. The other bits mark logits between two bounds."""
+VECTORS = 4  # vectors of a quad and lane
 GROUPS = BINS // WARP
 
 
 class Row(NamedTuple):
-    """A row of logits. Its *cells* are the float32 numbers from a multiple of 16 bytes on, which its begin may not be.
+    """A row of logits. Its *cells* are float32 numbers from a multiple of 16 bytes on, where the row need not begin.
 
     base        address of cell 0
     begin, end  the cells that count
     first       the first quad (512 cells) of this warp
-    quads       of this warp
+    quads       number of quads of this warp
     """
 
     base: Int64
@@ -40,15 +40,15 @@ class Memory(NamedTuple):
     """Shared memory of a CTA, as pointers to 32-bit words.
 
     histograms  two of 2048 bins, used in turn
-    marks       of each warp's cells, in their order: a byte has four cells, their bits above `hi`, then between bounds
-    keys        of the cells between bounds, a list a warp
-    places      where the marks of these cells are, in bits
-    chosen      positions by their place in the result, those of this CTA alone
-    counts      of each warp: cells above, cells between bounds
-    listed      of each warp: length of its list, which may be more than fits
+    marks       marks of each warp's cells, in order: a byte has four cells' bits, for above `hi`, then between bounds
+    keys        keys of the cells between bounds, a list a warp
+    places      bit positions of the marks of these cells
+    chosen      positions by their place in the result, only this CTA's
+    counts      of each warp: number of cells above, and of cells between bounds
+    listed      of each warp: length of its list, which may exceed its capacity
     groups      sums of 32 bins, of both histograms
-    found       the crossing bin, how many are above it and in it
-    range       which results are this CTA's: (begin, end)
+    found       the crossing bin, and the number of keys above it and in it
+    range       this CTA's part of the results: (begin, end)
     """
 
     histograms: cute.Pointer
@@ -66,21 +66,21 @@ class Memory(NamedTuple):
 class TopkKernel:
     """logits (rows, width) -> out (rows, topk): positions or slots of the highest, ascending, in one launch.
 
-    A cluster of CTAs shares a row, each warp has a range of neighbouring quads of 512 logits, the first of which it
-    reads once and keeps. No atomic decides anything: they add to counters, and the result is a function of the logits
-    alone.
+    A cluster of CTAs shares a row. Each warp has a range of neighbouring quads of 512 logits; it reads the first of
+    them once and keeps their keys. No atomic decides anything: they add to counters, and the result is a function of
+    the logits alone.
 
-    1. Count all keys in a histogram of 2048 bins (32 a binade). Each CTA reads what it needs of all histograms of the
-       cluster through distributed shared memory, and finds the *crossing bin*, where the wanted number is reached.
-    2. Mark each logit, in order: above the crossing bin, within, or neither. Those within are listed, and counted in
+    1. Count all keys in a histogram of 2048 bins (32 a binade). Each CTA reads what it needs of the cluster's
+       histograms through distributed shared memory, and finds the *crossing bin*, where the wanted count is reached.
+    2. Mark each logit, in order: above the crossing bin, within, or neither. Logits within are listed, and counted in
        2048 parts of their bin, which gives a narrower crossing bin.
-    3. Go through the list again: move what is above the new bin, drop what is below; count the rest, as long as a bin
-       is neither taken as a whole nor one key wide. A warp whose list overflowed marks its range again instead.
-    4. Add up marks over warps and CTAs. What is above is taken, and of the last bin the lowest positions.
+    3. Go through the list again: move logits above the new bin, drop those below, count the rest, until a bin is taken
+       as a whole or is one key wide. A warp whose list overflowed marks its range again instead.
+    4. Add up marks over warps and CTAs. Logits above the last bin are taken, and in it the lowest positions.
     5. Each CTA writes its part of the result: positions in shared memory first, then all slots at once.
 
-    Rows of at most topk logits are listed from 0 on. Marks are private to a warp until step 4; the barriers are one of
-    the cluster and two of the CTA a histogram, and two at the end.
+    Rows of at most topk logits are listed from 0 on. Marks are private to a warp until step 4. Barriers: for each
+    histogram one of the cluster and two of the CTA, and two at the end.
 
     | shared memory        | bytes                 | 160 quads      |
     |----------------------|-----------------------|----------------|
@@ -114,7 +114,7 @@ class TopkKernel:
 
         mLogits (rows, width) float32, rows contiguous and any distance apart; mLengths and mStarts (rows,) int32;
         mTable (batch, pages) int32, rows a multiple of batch; mOut (rows, topk) int32. A slot of
-        `num_slots` or more becomes -1. mStarts and mTable are None exactly where the specification says so.
+        `num_slots` or more becomes -1. mStarts and mTable are None exactly if the spec says so.
         """
         if const_expr((mTable is not None) != self.spec.has_table or (mStarts is not None) != self.spec.has_starts):
             raise TypeError(f"{self.spec} was given a table {mTable} and starts {mStarts}")
@@ -132,7 +132,7 @@ class TopkKernel:
         )
 
     def _rows_a_table(self, rows: Int32, mTable: Any) -> Int32:
-        """Rows of logits that share a row of the table."""
+        """Returns how many rows of logits share a row of the table."""
         return rows // Int32(mTable.shape[0]) if self.spec.has_table else Int32(1)
 
     @cute.kernel
@@ -140,8 +140,8 @@ class TopkKernel:
         self,
         mLogits: cute.Tensor,
         mLengths: cute.Tensor,
-        mStarts,  # None where rows begin at their first logit
-        mTable,  # None where positions are wanted
+        mStarts,  # None if rows begin at their first logit
+        mTable,  # None if positions are wanted
         mOut: cute.Tensor,
         slots: tuple,
         divisors: tuple,
@@ -153,7 +153,7 @@ class TopkKernel:
         words = const_expr(2 * BINS // spec.threads)
         cute.make_tensor(memory.histograms + words * tid, cute.make_layout(words)).fill(0)
         cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()  # what kernels before this one write: logits, lengths, tables
+        cute.arch.griddepcontrol_wait()  # waits for what earlier kernels write: logits, lengths, tables
 
         row_index, rank = cta // self.cluster, cta % self.cluster
         width, topk = Int32(mLogits.shape[1]), Int32(mOut.shape[1])
@@ -181,7 +181,7 @@ class TopkKernel:
                 position = (memory.chosen + i).load()
                 mOut[row_index, i] = self._result(mTable, row_index, position, slots, divisors)
             if const_expr(self.cluster > 1):
-                cute.arch.cluster_wait()  # nobody leaves while others read its shared memory
+                cute.arch.cluster_wait()  # no CTA leaves while others read its shared memory
 
     def _allocate(self) -> Memory:
         spec, smem = self.spec, SmemAllocator()
@@ -211,7 +211,7 @@ class TopkKernel:
         crossing, above, inside = self._cross(memory, Int32(0), topk, tid)
         low, high = bins.keys_of_bin(crossing)
         need = topk - above
-        length_of_list = Int32(spec.listed + 1)  # more than fits: the first turn marks all
+        length_of_list = Int32(spec.listed + 1)  # over capacity: the first turn marks all
         histogram = Int32(1)
         running = Int32(1)
         while running != 0:
@@ -240,9 +240,9 @@ class TopkKernel:
 
     @cute.jit
     def _load(self, row: Row, index: Int32, lane: Int32, raw: cute.Tensor):
-        """Starts the load of a lane's cells in a quad of this warp, (4, VECTORS) float32.
+        """Starts loading a lane's cells in a quad of this warp, (4, VECTORS) float32.
 
-        The quad in which the row ends is loaded cell by cell: nobody need have written what is behind the last one.
+        The quad in which the row ends is loaded cell by cell: memory after the last cell need not be initialized.
         """
         first = (row.first + index) * QUAD
         if first + QUAD <= row.end:
@@ -260,7 +260,7 @@ class TopkKernel:
 
     @cute.jit
     def _keys(self, row: Row, index: Int32, lane: Int32, raw: cute.Tensor, keys: cute.Tensor):
-        """Keys (4, VECTORS) of a quad's cells; `ABSENT` where there is no logit."""
+        """Makes keys (4, VECTORS) of a quad's cells; `ABSENT` where there is no logit."""
         quad = row.first + index
         for v in cutlass.range_constexpr(VECTORS):
             for j in cutlass.range_constexpr(4):
@@ -274,17 +274,17 @@ class TopkKernel:
 
     @cute.jit
     def _next_keys(self, row: Row, index: Int32, lane: Int32, raw: cute.Tensor, keys: cute.Tensor):
-        """Keys of a quad from its cells; then the load of the quad after it starts."""
+        """Makes keys of a quad from its cells; then starts loading the quad after it."""
         self._keys(row, index, lane, raw, keys)
         if index + 1 < row.quads:
             self._load(row, index + 1, lane, raw)
 
     @cute.jit
     def _count(self, row: Row, held: cute.Tensor, histogram: Int32, lane: Int32):
-        """Counts the keys of this warp's range in the histogram; those of its first quads stay in registers.
+        """Counts the keys of this warp's range in the histogram; keys of its first quads stay in registers.
 
-        Absent ones count too, in the lowest bin: that changes neither what is above a bin nor the bin that is reached,
-        for there are more keys than wanted. Should it be the lowest, another turn counts what is marked.
+        Absent keys count too, in the lowest bin. There are more keys than wanted, so that changes neither the count
+        above a bin nor the crossing bin. If the lowest bin is the crossing bin, another turn counts the marked keys.
         """
         first = cute.make_rmem_tensor((4, VECTORS, max(self.held, 1)), Float32)
         for i in cutlass.range_constexpr(self.held):
@@ -311,20 +311,20 @@ class TopkKernel:
 
     @cute.jit
     def _cross(self, memory: Memory, histogram: Int32, wanted: Int32, tid: Int32):
-        """The bin, from the last one down, in which the cluster's keys reach `wanted`; how many are above it and in it.
+        """Returns the bin, from the last one down, where the cluster's keys reach `wanted`, and counts above and in it.
 
-        One warp finds the group of 32 bins first, so that it reads 64 + 32 numbers of each CTA, not 2048. The other
-        histogram is 0 afterwards.
+        One warp finds the group of 32 bins first, so that it reads 64 + 32 numbers of each CTA instead of 2048. The
+        other histogram is 0 afterwards.
         """
         warp, lane = cute.arch.make_warp_uniform(tid // WARP), tid % WARP
         counters, groups = memory.histograms + histogram * BINS, memory.groups + histogram * GROUPS
-        cute.arch.sync_threads()  # all of this CTA have counted
+        cute.arch.sync_threads()  # all threads of this CTA have counted
         own_bins = const_expr(BINS // self.spec.threads)
         words = cute.make_tensor(counters + own_bins * tid, cute.make_layout(own_bins)).load()
         group_sum = words[0]
         for i in cutlass.range_constexpr(1, own_bins):
             group_sum += words[i]
-        lanes = const_expr(WARP // own_bins)  # of a group
+        lanes = const_expr(WARP // own_bins)  # lanes of a group
         group_sum = cute.arch.warp_reduction_sum(group_sum, threads_in_group=lanes)
         if lane % lanes == 0:
             (groups + tid // lanes).store(group_sum)
@@ -332,7 +332,7 @@ class TopkKernel:
         other = memory.histograms + (1 - histogram) * BINS + own_bins * tid
         cute.make_tensor(other, cute.make_layout(own_bins)).fill(0)
         if warp == 0:
-            lower, upper = Int32(0), Int32(0)  # of groups 2 lane and 2 lane + 1
+            lower, upper = Int32(0), Int32(0)  # sums of groups 2 lane and 2 lane + 1
             for rank in cutlass.range_constexpr(self.cluster):
                 pair = self._pair(groups + 2 * lane, Int32(rank))
                 lower, upper = lower + pair[0], upper + pair[1]
@@ -356,25 +356,25 @@ class TopkKernel:
 
     @cute.jit
     def _sum_from(self, value: Int32, lane: Int32) -> Int32:
-        """The sum of a value over this lane and those after it."""
+        """Returns the sum of a value over this lane and higher lanes."""
         for step in (1, 2, 4, 8, 16):
             more = cute.arch.shuffle_sync_down(value, step)
             value += cutlass.select_(lane + step < WARP, more, Int32(0))
         return value
 
     def _word(self, pointer: cute.Pointer, rank: Int32) -> Any:
-        """A word of shared memory of a CTA of the cluster."""
+        """Reads a word of shared memory of a CTA of the cluster."""
         return cluster_shared.remote_value(pointer, rank, Int32) if self.cluster > 1 else pointer.load()
 
     def _pair(self, pointer: cute.Pointer, rank: Int32) -> Any:
-        """Two words of shared memory of a CTA of the cluster."""
+        """Reads two words of shared memory of a CTA of the cluster."""
         if self.cluster > 1:
             return cluster_shared.remote_vector(pointer, rank, Int32, 2)
         return pointer.load(), (pointer + 1).load()
 
     @cute.jit
     def _sync_cluster(self):
-        """What threads of the cluster wrote to shared memory is there for all of them."""
+        """Waits until all threads of the cluster see what they wrote to shared memory."""
         if const_expr(self.cluster > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -385,7 +385,7 @@ class TopkKernel:
     def _mark(
         self, row: Row, held: cute.Tensor, memory: Memory, bounds: tuple, counters: Int32, warp: Int32, lane: Int32
     ):
-        """Marks this warp's cells; those between bounds are listed and counted where that is wanted."""
+        """Marks this warp's cells; lists and counts the cells between bounds if wanted."""
         raw = cute.make_rmem_tensor((4, VECTORS), Float32)
         if row.quads > self.held:
             self._load(row, Int32(self.held), lane, raw)
@@ -402,7 +402,7 @@ class TopkKernel:
     def _mark_quad(
         self, keys: cute.Tensor, memory: Memory, bounds: tuple, counters: Int32, warp: Int32, index: Int32, lane: Int32
     ):
-        """Marks the cells of a quad, `index` of this warp: four of a lane are a byte."""
+        """Marks the cells of this warp's quad `index`: four of a lane are a byte."""
         spec = self.spec
         low, high, shift, refine = bounds
         marks = cute.recast_ptr(memory.marks + warp * spec.mark_words, dtype=Uint8)
@@ -426,7 +426,7 @@ class TopkKernel:
 
     @cute.jit
     def _settle(self, memory: Memory, bounds: tuple, counters: Int32, length_of_list: Int32, warp: Int32, lane: Int32):
-        """Marks the cells of this warp's list anew; those still between bounds are counted where that is wanted."""
+        """Marks the cells of this warp's list anew; counts those still between bounds if wanted."""
         spec = self.spec
         low, high, shift, refine = bounds
         for i in cutlass.range(lane, length_of_list, WARP, unroll=1):
@@ -443,7 +443,7 @@ class TopkKernel:
 
     @cute.jit
     def _list(self, row: Row, memory: Memory, need: Int32, rank: Int32, tid: Int32):
-        """Positions of marked cells in their order: all above, and of those between bounds the first `need`."""
+        """Lists positions of marked cells in order: all above, and the first `need` of those between bounds."""
         spec = self.spec
         warp, lane = cute.arch.make_warp_uniform(tid // WARP), tid % WARP
         marks = memory.marks + warp * spec.mark_words
@@ -472,7 +472,7 @@ class TopkKernel:
                 word = word & BITS_ABOVE
             if cute.arch.vote_any_sync(word != 0):
                 both = Int32(cute.arch.popc(word & BITS_ABOVE)) + (Int32(cute.arch.popc(word & ~BITS_ABOVE)) << 16)
-                until = both  # of this lane and those below it
+                until = both  # sum over this lane and lower lanes
                 for step in (1, 2, 4, 8, 16):
                     more = cute.arch.shuffle_sync_up(until, step)
                     until += cutlass.select_(lane >= step, more, Int32(0))
@@ -497,7 +497,7 @@ class TopkKernel:
 
     @cute.jit
     def _counted_before(self, memory: Memory, warp: Int32, lane: Int32):
-        """Marks above and between bounds in the warps of the cluster before this one."""
+        """Returns the marks above and between bounds in the warps of the cluster before this one."""
         spec = self.spec
         above, inside = Int32(0), Int32(0)
         for other in cutlass.range_constexpr(-(-self.cluster * spec.warps // WARP)):
@@ -509,7 +509,7 @@ class TopkKernel:
 
     @cute.jit
     def _result(self, mTable, row_index: Int32, position: Int32, slots: tuple, divisors: tuple):
-        """What the result says of a position: itself, or its slot, -1 where the table has none."""
+        """Returns the result for a position: itself, or its slot, -1 if the table has none."""
         value = position
         if const_expr(self.spec.has_table):
             by_rows, by_page_size = divisors
@@ -525,7 +525,7 @@ class TopkKernel:
         return value
 
     def fake_arguments(self) -> tuple:
-        """What `__call__` is compiled from: contiguous rows, any distance apart."""
+        """Returns the arguments for compilation: contiguous rows, any distance apart."""
         spec = self.spec
         rows, width, topk = cute.sym_int(), cute.sym_int(), cute.sym_int()
         logits = make_fake_tensor(Float32, (rows, width), (cute.sym_int64(), 1), assumed_align=4)

@@ -10,15 +10,15 @@ import logging
 __all__ = ["GQA_BACKEND", "SPARSE_MLA_BACKEND", "TESTED", "register"]
 
 GQA_BACKEND = "cute_kernels.integrations.vllm.backends.CuteAttentionBackend"
-"""What `--attention-backend CUSTOM` names."""
+"""The class for `--attention-backend CUSTOM`."""
 SPARSE_MLA_BACKEND = "cute_kernels.integrations.vllm.backends.CuteFlashMLASparseBackend"
-"""What replaces FLASHMLA_SPARSE."""
+"""The class that replaces FLASHMLA_SPARSE."""
 TESTED = ("0.26", "0.33")
-"""The minor versions of vLLM in which what needs no flag is on."""
+"""The minor versions of vLLM in which changes that need no flag are on."""
 
 
 def register(untested: bool = False) -> None:
-    """Tells vLLM of both backends, as names: neither is imported, and CUDA stays as it is.
+    """Registers both backends with vLLM by name: neither is imported, and CUDA is not initialized.
 
     Models with a FlashMLA class of their own are changed when vLLM imports them. A backend that another plugin has put
     in the same place stays there; a warning says so. `VLLM_PLUGINS=` (empty) keeps vLLM from calling this.
@@ -27,14 +27,14 @@ def register(untested: bool = False) -> None:
     registering.
 
     Args:
-        untested: turn on what needs no flag in any version of vLLM, not only in those of `TESTED`, and the choice of
-            the sparse indexer by `index_decode` or `index_topk`, which an engine of 0.26 alone has run. Your own plugin
+        untested: turns on what needs no flag in any version of vLLM, not only in those of `TESTED`, and the choice of
+            the sparse indexer by `index_decode` or `index_topk`, which only an engine of 0.26 has run. Your own plugin
             may call `register(untested=True)`.
     """
     tested = "tested with vLLM " + " and ".join(TESTED)
     try:
         _register(untested, tested)
-    except Exception as error:  # whatever another version has done to its private modules
+    except Exception as error:  # another version may have changed its private modules in any way
         reason = f"{type(error).__name__}: {error}"
         _logger().warning("cute-kernels: vLLM runs without its kernels: %s; %s", reason, tested)
 
@@ -46,7 +46,7 @@ def _register(untested: bool, tested: str) -> None:
     from cute_kernels.integrations.on_import import change_on_import
     from cute_kernels.integrations.vllm import indexer, v4  # import torch
 
-    places = [(AttentionBackendEnum.CUSTOM, GQA_BACKEND)]  # a flag asks for it
+    places = [(AttentionBackendEnum.CUSTOM, GQA_BACKEND)]  # a flag selects this one
     version = str(getattr(vllm, "__version__", "unknown"))
     without_flag = untested or ".".join(version.split(".")[:2]) in TESTED
     if without_flag:

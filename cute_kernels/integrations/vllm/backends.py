@@ -1,7 +1,7 @@
-"""The backend classes that vLLM asks for by name. They stand aside where a class or method that they extend has moved.
+"""The backend classes that vLLM asks for by name. They stand aside if a class or method that they extend has moved.
 
-Then sparse MLA is vLLM's own class, and `--attention-backend CUSTOM` is refused before weights are loaded. Importing
-this module imports no vLLM; asking it for a class does.
+Then vLLM's own class serves sparse MLA, and `--attention-backend CUSTOM` is refused before weights are loaded.
+Importing this module imports no vLLM; asking it for a class does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cute_kernels.integrations.vllm import TESTED
 logger = logging.getLogger("vllm.cute_kernels")
 
 Function = tuple[Any, str, str]
-"""A class or module, the name of its function, and the parameters; after `...` there may be others with defaults."""
+"""A class or module, the name of its function, and the parameters; after `...` others with defaults may follow."""
 MODULES = {"CuteAttentionBackend": "gqa", "CuteFlashMLASparseBackend": "sparse_mla"}
 
 
@@ -33,13 +33,13 @@ def _backend(name: str) -> Any:
     try:
         module = importlib.import_module(f"{__package__}.{MODULES[name]}")
         trouble = moved(module.EXTENDS)
-    except Exception as error:  # a name that ours imports from vLLM is gone
+    except Exception as error:  # vLLM no longer has a name that our module imports
         trouble = [f"{type(error).__name__}: {error}"]
     if not trouble:
         return getattr(module, name)
     reason = f"{'; '.join(trouble)}; tested with vLLM {' and '.join(TESTED)}"
     if name == "CuteAttentionBackend":
-        logger.warning("cute-kernels: CUSTOM is refused: %s", reason)  # vLLM 0.26 leaves out the words of the error
+        logger.warning("cute-kernels: CUSTOM is refused: %s", reason)  # vLLM 0.26 hides the words of the error
         raise ImportError(f"cute-kernels: {reason}; use another attention backend")
     logger.warning("cute-kernels: sparse MLA runs on vLLM's kernels: %s", reason)
     place = importlib.import_module("vllm.v1.attention.backends.registry").AttentionBackendEnum.FLASHMLA_SPARSE
@@ -48,7 +48,7 @@ def _backend(name: str) -> Any:
 
 
 def moved(functions: Iterable[Function]) -> list[str]:
-    """What became of functions that are gone or take other parameters, in words."""
+    """Returns in words which functions are gone or take other parameters."""
     lines = []
     for owner, name, parameters in functions:
         function = getattr(owner, name, None)

@@ -1,4 +1,4 @@
-"""What a step's batch is made of, from vLLM's metadata. Imports no vLLM."""
+"""The composition of a step's batch, from vLLM's metadata. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from cute_kernels.integrations.vllm.prompts import Prompts
 
 
 def counted(common: Any, decodes: int, tokens: int) -> int:
-    """How many of the first `decodes` requests have tokens, all as many; 0 if one without any lies among them.
+    """Returns how many of the first `decodes` requests have tokens, all as many; 0 if an empty one lies among them.
 
-    A batch padded for a graph ends with requests that have none. Where a request has at most one, the host's borders
-    are not looked at: with `--kv-sharing-fast-prefill` the GPU may still be writing them.
+    A batch padded for a graph ends with requests without tokens. If a request has at most one, the host's borders are
+    not read: with `--kv-sharing-fast-prefill` the GPU may still be writing them.
     """
     if not decodes or common.max_query_len <= 1:
         return tokens
@@ -22,7 +22,7 @@ def counted(common: Any, decodes: int, tokens: int) -> int:
 
 
 def without_decodes(common: Any, requests: int, tokens: int) -> Any:
-    """The batch without its first requests and tokens; only what the Triton backend's builder reads is cut."""
+    """Returns the batch without its first requests and tokens; cuts only what the Triton backend's builder reads."""
     upper = getattr(common, "seq_lens_cpu_upper_bound", None)
     return common.replace(
         query_start_loc=common.query_start_loc[requests:] - tokens,
@@ -37,7 +37,7 @@ def without_decodes(common: Any, requests: int, tokens: int) -> Any:
 
 
 def prompts_of(common: Any, alone: bool = False) -> Prompts | None:
-    """The requests of a batch, each `alone` or not; None where the host does not know their lengths."""
+    """Returns the requests of a batch, each `alone` or not; None if the host does not know their lengths."""
     lengths = getattr(common, "seq_lens_cpu_upper_bound", None)
     if lengths is None:
         return None
@@ -53,7 +53,7 @@ def prompts_of(common: Any, alone: bool = False) -> Prompts | None:
 
 
 def are_fresh(prompts: Prompts | None, tokens: int) -> bool:
-    """Whether no request has keys before its new tokens, and there are `tokens` of these: none is padding."""
+    """Whether no request has keys before its new tokens, and there are `tokens` new tokens, none of them padding."""
     if prompts is None or prompts.starts_host[-1] != tokens:
         return False
     return [end - begin for begin, end in pairwise(prompts.starts_host)] == prompts.lengths_host

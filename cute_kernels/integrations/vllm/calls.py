@@ -1,10 +1,10 @@
-"""What vLLM's tensors become as arguments of our operators. Imports no vLLM, so that it is tested without.
+"""Translates vLLM's tensors to arguments of our operators. Imports no vLLM, so that it is tested without.
 
-A page with a scale for each token and head, of INT8, FP8 or INT4, has, one head after the other, [K codes | V codes | K
-scales | V scales], (tokens, d) codes and (tokens,) scales each. Page and head have the bytes of vLLM's own
-int8_per_token_head, fp8_per_token_head and int4_per_token_head, which have a scale after each token's codes, in rows
-of d + 4 or d / 2 + 4 bytes that TMA cannot read: what moves pages, or cuts them by head, needs to know of neither.
-Other caches keep vLLM's page, keys and values of a head next to each other.
+A page of INT8, FP8 or INT4 with a scale for each token and head has, one head after the other, [K codes | V codes | K
+scales | V scales], (tokens, d) codes and (tokens,) scales each. Page and head have the size of vLLM's own
+int8_per_token_head, fp8_per_token_head and int4_per_token_head, which put a scale after each token's codes, in rows of
+d + 4 or d / 2 + 4 bytes that TMA cannot read. So code that moves pages, or cuts them by head, works on both. Other
+caches keep vLLM's page, keys and values of a head next to each other.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ FP8 = ("fp8", "fp8_e4m3")
 SCALED = {INT8: "int8", FP8_SCALED: "fp8_per_token_head", INT4: "int4"}
 """Caches with a scale for each token and head: vLLM's name, and the kind of `kv_append`."""
 CODES = {INT8: torch.int8, FP8_SCALED: torch.float8_e4m3fn, INT4: torch.uint8}
-"""INT4 has two codes in a byte, of a vector that is rotated."""
+"""Dtypes of codes by cache. INT4 has two codes in a byte, of a vector that is rotated."""
 SCALE_BYTES = 4
 HEAD_DIMS, PREFILL_HEAD_DIMS = (64, 128, 256, 512), (64, 128)
 MAX_QUERIES = MAX_S_Q
-"""Query tokens of a request that count as decoding."""
+"""Most query tokens of a request that count as decoding."""
 FP8_MAX = 448.0
 COPY_BYTES = 256 << 20
-"""Of the keys and values that prompts have as 16-bit numbers at one time: 65,536 tokens of 8 heads of 128."""
+"""Most bytes of prompts' keys and values as 16-bit numbers at one time: 65,536 tokens of 8 heads of 128."""
 FLASH_ATTENTION, FLASH_DIM = 3, 256
-"""The version that prompts run on: the one that is made for Hopper. The largest head dimension that it has."""
+"""The FlashAttention version that prompts run on, made for Hopper, and its largest head dimension."""
 
 
 class CacheViews(NamedTuple):
-    """A layer's cache as `gqa_decode` takes it: pages of `layout`; scales of tokens, or one of FP8."""
+    """A layer's cache in the form of `gqa_decode`: pages of `layout`; scales of tokens, or one scale of FP8."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -54,7 +54,7 @@ class CacheViews(NamedTuple):
         return self.k.shape[1 if self.layout == "paged_NHD" else 2]
 
     def tokens_first(self) -> tuple[torch.Tensor, ...]:
-        """Codes (pages, tokens, kv_heads, d or d / 2), scales (pages, tokens, kv_heads), as vLLM's Triton has them."""
+        """Codes (pages, tokens, kv_heads, d or d / 2), scales (pages, tokens, kv_heads), as in vLLM's Triton."""
         given = [t for t in (self.k, self.v, self.k_scale, self.v_scale) if t is not None]
         return tuple(given if self.layout == "paged_NHD" else (t.transpose(1, 2) for t in given))
 
@@ -65,26 +65,25 @@ def runs_prompts(version: int | None, head_dim: int) -> bool:
 
 
 def code_bytes(head_dim: int, codes: torch.dtype) -> int:
-    """Bytes of a token and head's codes, of K or of V."""
+    """Returns the bytes of a token and head's codes, of K or of V."""
     return head_dim // 2 if codes is torch.uint8 else head_dim
 
 
 def scaled_token_bytes(head_dim: int, codes: torch.dtype = torch.int8) -> int:
-    """Bytes of a token and head with scales of its own: codes and scales of K and V."""
+    """Returns the bytes of a token and head with scales of its own: codes and scales of K and V."""
     return 2 * (code_bytes(head_dim, codes) + SCALE_BYTES)
 
 
 def scaled_views(kv_cache: torch.Tensor, head_dim: int, codes: torch.dtype = torch.int8) -> CacheViews:
-    """Views of a cache with scales per token and head, (pages, kv_heads, tokens, 2 (d + 4)) bytes, pages at any stride.
+    """Views a cache with scales per token and head, (pages, kv_heads, tokens, 2 (d + 4)) bytes, pages at any stride.
 
-    With two codes in a byte, uint8, it has 2 (d / 2 + 4) bytes.
+    With two codes in a byte, uint8, a token has 2 (d / 2 + 4) bytes.
 
-    A page's heads lie one after the other, also where vLLM orders a page by tokens ("NHD") and its strides say
-    otherwise: it copies whole pages then. Where it orders them by heads ("HND"), they may be at a distance: those of
-    other layers lie between.
+    A page's heads lie one after the other, even if vLLM orders a page by tokens ("NHD") and its strides say otherwise:
+    it then copies whole pages. If it orders them by heads ("HND"), heads of other layers may lie between.
 
     Raises:
-        ValueError: another shape, or bytes of a head and of a page that do not lie next to each other.
+        ValueError: another shape, or bytes of a head and of a page that are not contiguous.
     """
     token, row = scaled_token_bytes(head_dim, codes), code_bytes(head_dim, codes)
     if kv_cache.dim() != 4 or kv_cache.shape[3] != token or not kv_cache.shape[2]:
@@ -107,7 +106,7 @@ def scaled_views(kv_cache: torch.Tensor, head_dim: int, codes: torch.dtype = tor
 
 
 def stock_views(kv_cache: torch.Tensor, head_dim: int, fp8: bool) -> CacheViews:
-    """Views of vLLM's cache of 16-bit or FP8 numbers: (pages, kv_heads, tokens, 2 d) in any order of memory."""
+    """Views vLLM's cache of 16-bit or FP8 numbers: (pages, kv_heads, tokens, 2 d) in any order of memory."""
     if fp8 and kv_cache.dtype is not torch.float8_e4m3fn:
         kv_cache = kv_cache.view(torch.float8_e4m3fn)  # vLLM keeps it as uint8
     k, v = kv_cache.transpose(1, 2).split(head_dim, dim=-1)
@@ -116,18 +115,18 @@ def stock_views(kv_cache: torch.Tensor, head_dim: int, fp8: bool) -> CacheViews:
 
 @dataclass
 class GqaCalls:
-    """The attention of one layer: what stays the same in all of its calls.
+    """The attention of one layer: the facts that stay the same in all of its calls.
 
     heads, kv_heads, head_dim  of one GPU
-    scale                      of the scores
-    cache_dtype                as vLLM spells it: "auto", "bfloat16", "float16", "fp8", "fp8_e4m3", or one of SCALED
+    scale                      factor of the scores
+    cache_dtype                vLLM's name: "auto", "bfloat16", "float16", "fp8", "fp8_e4m3", or one of SCALED
     window                     tokens that a query sees, its own included; None: all
     softcap, alibi_slopes      None: none; slopes (heads,) float32
     s_aux                      (heads,) float32, the sinks; None: none
-    shares_cache               the cache is that of another layer, so this one has no keys of its own
-    flash                      vLLM's `flash_attn_varlen_func` where it has version 3 for this layer, for prompts
-    max_tokens                 of a request
-    num_splits                 of a request's keys; None: planned over the batch, on which its bits then depend
+    shares_cache               the cache belongs to another layer, so this one has no keys of its own
+    flash                      vLLM's `flash_attn_varlen_func` for prompts, if it has version 3 for this layer
+    max_tokens                 most tokens of a request
+    num_splits                 splits of a request's keys; None: planned over the batch, which its bits depend on then
     """
 
     heads: int
@@ -149,7 +148,7 @@ class GqaCalls:
 
     @staticmethod
     def refusal(cache_dtype: str | None, dtype: torch.dtype, head_dim: int) -> str | None:
-        """Why no layer with queries of `dtype` and heads of this size has a cache, in words; None where one may."""
+        """Returns in words why queries of `dtype` and this head size cannot have a cache; None if they can."""
         if cache_dtype in ("bfloat16", "float16") and cache_dtype != str(dtype).removeprefix("torch."):
             return f"a {cache_dtype} KV cache with queries of {dtype}: gqa_decode needs one dtype"
         if cache_dtype == INT4 and head_dim > FLASH_DIM:
@@ -158,37 +157,37 @@ class GqaCalls:
 
     @property
     def kind(self) -> str | None:
-        """What `kv_append` stores in our page; None where the page is vLLM's."""
+        """The kind of `kv_append` for our page; None if the page is vLLM's."""
         return SCALED.get(self.cache_dtype)
 
     @property
     def rotated_kind(self) -> str | None:
-        """What `gqa_decode` has to be told of 4-bit codes."""
+        """The kind of 4-bit codes, which `gqa_decode` must be told; else None."""
         return self.kind if self.cache_dtype == INT4 else None
 
     @property
     def quantized(self) -> bool:
-        """Whether the cache has other numbers than queries."""
+        """Whether the cache's dtype differs from the queries'."""
         return self.kind is not None or self.cache_dtype in FP8
 
     @property
     def copies_pages(self) -> bool:
-        """Whether prompts with tokens in the cache are given copies of its pages."""
+        """Whether prompts with tokens in the cache get copies of its pages."""
         return self.flash is not None and self.quantized
 
     @property
     def copied_tokens(self) -> int:
-        """Tokens whose keys and values are there as 16-bit numbers at one time."""
+        """Most tokens whose keys and values exist as 16-bit numbers at one time."""
         return COPY_BYTES // (2 * 2 * self.kv_heads * self.head_dim)
 
     def views(
         self, kv_cache: torch.Tensor, k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None
     ) -> CacheViews:
-        """Views of the layer's cache, made once: each slice costs the host a microsecond or two.
+        """Returns views of the layer's cache, made once: each slice costs the host a microsecond or two.
 
         Args:
-            kv_cache: as vLLM hands it to the layer.
-            k_scale: of an FP8 cache: one factor.
+            kv_cache: cache that vLLM hands to the layer.
+            k_scale: factor of an FP8 cache.
             v_scale: likewise.
         """
         fp8 = self.cache_dtype in FP8
@@ -202,7 +201,7 @@ class GqaCalls:
         return self._known[1]
 
     def forget_views(self) -> None:
-        """Lets go of the cache, which views keep alive."""
+        """Drops the views, which keep the cache alive."""
         self._known = None
 
     def append_scaled(
@@ -234,11 +233,11 @@ class GqaCalls:
         self, query: torch.Tensor, views: CacheViews, seq_lens: torch.Tensor, block_table: torch.Tensor,
         output: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Attention of the last `tokens / requests` tokens of each request, into `output`.
+        """Computes attention of the last `tokens / requests` tokens of each request, into `output`.
 
         Args:
             query: (tokens, heads, d), the same number of tokens of each request, at most `MAX_QUERIES`.
-            views: of the layer's cache.
+            views: views of the layer's cache.
             seq_lens: (requests,) int32, tokens in the cache, those of the queries included.
             block_table: (requests, pages) int32.
             output: (tokens, heads, d).
@@ -254,12 +253,12 @@ class GqaCalls:
     def part(
         self, query: torch.Tensor, views: CacheViews, lengths: torch.Tensor, block_table: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of queries to keys that all of them see, some of their request's, without sinks.
+        """Computes attention of queries to some keys of their requests that all of them see, without sinks.
 
         Args:
             query: (batch, s_q, any number of heads, d), s_q at most `MAX_QUERIES`.
-            views: of the layer's cache.
-            lengths: (batch,) int32, keys.
+            views: views of the layer's cache.
+            lengths: (batch,) int32, number of keys.
             block_table: (batch, pages) int32.
 
         Returns:
@@ -272,26 +271,26 @@ class GqaCalls:
         )  # fmt: skip
 
     def prefills_fresh_tokens(self) -> bool:
-        """Whether `prefill_fresh` computes what this layer is."""
+        """Whether `prefill_fresh` supports this layer."""
         return not self.shares_cache and (self.is_plain or self.flash is not None)
 
     @property
     def is_plain(self) -> bool:
-        """Whether `sink_attention` computes what this layer is."""
+        """Whether `sink_attention` supports this layer."""
         return self.softcap is None and self.alibi_slopes is None and self.head_dim in PREFILL_HEAD_DIMS
 
     def prefill_fresh(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_start_loc: torch.Tensor,
         max_query_len: int, output: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Attention of whole prompts, packed, over their keys as they came: none of them is in the cache yet.
+        """Computes attention of whole prompts, packed, over their given keys: none of them is in the cache yet.
 
         Args:
             query: (tokens, heads, d).
             key: (tokens, kv_heads, d).
             value: likewise.
             query_start_loc: (requests + 1,) int32.
-            max_query_len: tokens of the longest prompt; vLLM says it as a number of NumPy too.
+            max_query_len: tokens of the longest prompt; vLLM may pass a NumPy number.
             output: (tokens, heads, d).
 
         On an H200 `sink_attention` takes 0.90 to 0.97 of FlashAttention's time up to 8,192 tokens, 1.02 at 32,768.
@@ -314,9 +313,9 @@ class GqaCalls:
         self, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, *, is_part: bool = False,
         **sequences: Any,
     ) -> torch.Tensor | None:  # fmt: skip
-        """Attention by vLLM's FlashAttention 3, of what `sequences` say in its words, into `output`.
+        """Computes attention by vLLM's FlashAttention 3, over `sequences` in its own arguments, into `output`.
 
-        Of a part, which is to be merged, sinks are left out, and its log-sum-exps (tokens, heads) are returned.
+        A part that is to be merged leaves out sinks, and returns its log-sum-exps (tokens, heads).
         """
         assert self.flash is not None
         sinks = None if self.s_aux is None or is_part else self.s_aux.to(torch.bfloat16)
@@ -331,7 +330,7 @@ class GqaCalls:
         self, query: torch.Tensor, views: CacheViews, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
         block_table: torch.Tensor, output: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Attention of any number of tokens of each request over the cache, a few at a time: for a CPU."""
+        """Computes attention of any number of tokens of each request over the cache, a few at a time: for a CPU."""
         starts = query_start_loc.tolist()
         for request, (first, last) in enumerate(zip(starts, starts[1:], strict=False)):
             row = slice(request, request + 1)
@@ -341,7 +340,7 @@ class GqaCalls:
                 self.decode(query[begin:end], views, lengths, block_table[row], output[begin:end])
 
     def shapes(self, dtype: torch.dtype, page_size: int, max_tokens: int) -> list[Shape]:
-        """What `cute_kernels.warm` compiles for this layer; `dtype` that of the queries."""
+        """Returns the shapes for `cute_kernels.warm`; `dtype` is that of the queries."""
         name = str(dtype).removeprefix("torch.")
         kv_dtype = self.kind or ("float8_e4m3fn" if self.cache_dtype in FP8 else name)
         shapes: list[Shape] = [
@@ -374,15 +373,15 @@ def sparse_mla(
     softmax_scale: float,
     s_aux: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sparse MLA as vLLM's FlashMLA calls it.
+    """Runs sparse MLA with the arguments of vLLM's FlashMLA call.
 
-    vLLM hands over few heads as one sequence of all tokens; they are a batch here, whose plan uses the whole GPU.
+    vLLM passes few heads as one sequence of all tokens; here the tokens are a batch, whose plan uses the whole GPU.
 
     Args:
         q: (batch, s_q, heads, 576) bfloat16.
         kv_cache: (pages, page_size, 656), one byte an element.
         indices: (batch, s_q, topk) int32, slots of the cache, -1 for none.
-        softmax_scale: of the scores.
+        softmax_scale: factor of the scores.
         s_aux: (heads,) float32, a logit that joins the denominator alone.
 
     Returns:

@@ -1,12 +1,12 @@
-"""Decode context parallelism of vLLM: a request's keys dealt out to ranks in turns. Imports no vLLM.
+"""vLLM's decode context parallelism: a request's keys are dealt out to ranks in turns. Imports no vLLM.
 
-The ranks of a group have the same KV heads, and query heads of their own. Each attends with the query heads of all to
-the keys that it has, and gets back what the others have found for its own heads. `merge_states` adds these up, and the
-sinks of its heads last: they join the denominator once.
+The ranks of a group have the same KV heads, and query heads of their own. Each rank attends with the query heads of all
+ranks to its own keys, and gets back the other ranks' results for its own heads. `merge_states` merges these, and joins
+the sinks of the rank's heads last: they join the denominator once.
 
-A rank has `interleave` tokens of each `interleave * ranks`. Its keys have no positions, so that only queries that see
-all of them may attend to them: one token of each request that decodes, or a prompt's tokens to the keys before all of
-them. Among each other a prompt's tokens attend as they came, which every rank has.
+A rank has `interleave` tokens of each `interleave * ranks`. Its keys have no positions, so only queries that see all of
+them may attend to them: one token of each request that decodes, or a prompt's tokens to the keys before all of them. A
+prompt's tokens attend to each other directly, since every rank has them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from cute_kernels.sink.op import sink_attention
 class Ranks:
     """The ranks that share a request's keys.
 
-    size, rank   of the group
-    interleave   tokens in a row that one of them has
-    all_gather   all_gather(t, dim=1): the tensors of all ranks, one after the other
-    group        of torch.distributed
+    size, rank   number of ranks in the group, and number of this one
+    interleave   consecutive tokens of one rank
+    all_gather   all_gather(t, dim=1): concatenates the tensors of all ranks
+    group        a group of torch.distributed
     """
 
     size: int
@@ -42,17 +42,17 @@ class Ranks:
 
     @classmethod
     def of(cls, group: Any, interleave: int) -> Ranks:
-        """From a group of vLLM's."""
+        """Makes ranks from a group of vLLM's."""
         return cls(group.world_size, group.rank_in_group, interleave, group.all_gather, group.device_group)
 
     def lengths(self, lengths: torch.Tensor) -> torch.Tensor:
-        """How many of the first `lengths` tokens of each request this rank has: (requests,) int32."""
+        """Returns how many of the first `lengths` tokens of each request this rank has: (requests,) int32."""
         whole = lengths // (self.interleave * self.size) * self.interleave
         rest = lengths - whole * self.size - self.rank * self.interleave
         return (whole + rest.clamp(0, self.interleave)).to(torch.int32)
 
     def of_own_heads(self, outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What every rank has found for this rank's heads, from what this rank has found for all heads.
+        """Exchanges this rank's results for all heads for all ranks' results for this rank's heads.
 
         Args:
             outs: (tokens, heads of all ranks, d).
@@ -71,7 +71,7 @@ class Ranks:
 
 
 def refusal(calls: GqaCalls) -> str | None:
-    """Why a layer's keys cannot be dealt out, in words; None where they can."""
+    """Returns in words why a layer's keys cannot be dealt out; None if they can."""
     if calls.window is not None or calls.alibi_slopes is not None:
         return "a window or ALiBi: keys that are dealt out have no positions"
     if calls.kv_heads != 1:
@@ -85,15 +85,15 @@ def attend_with(
     ranks: Ranks, calls: GqaCalls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, views: CacheViews,
     m: Any, output: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention of a batch whose new tokens are in the caches, into `output`, which it returns.
+    """Computes attention of a batch whose new tokens are in the caches, into `output`, and returns it.
 
     Args:
-        ranks: that share the keys.
-        calls: the layer.
+        ranks: ranks that share the keys.
+        calls: calls of the layer.
         query: (tokens, heads, d).
         key: (tokens, kv_heads, d).
         value: likewise.
-        views: of the layer's cache.
+        views: views of the layer's cache.
         m: a `CuteAttentionMetadata` with `local_lens`.
         output: (tokens, heads, d).
     """
@@ -120,11 +120,11 @@ def decode(
     calls: GqaCalls, ranks: Ranks, query: torch.Tensor, views: CacheViews, lengths: torch.Tensor,
     block_table: torch.Tensor, output: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Attention of one token of each request, whose own key is in the cache of some rank, into `output`.
+    """Computes attention of one token of each request, whose own key is in some rank's cache, into `output`.
 
     Args:
-        calls: the layer; others that are not here are as in `attend_with`.
-        lengths: (requests,) int32, tokens that this rank has of each.
+        calls: calls of the layer; other arguments that are not here are as in `attend_with`.
+        lengths: (requests,) int32, number of this rank's tokens of each request.
         block_table: (requests, pages) int32.
     """
     every = ranks.all_gather(query.contiguous(), dim=1).unsqueeze(1)
@@ -137,13 +137,13 @@ def prefill(
     starts: torch.Tensor, starts_host: Sequence[int], seq_lens: torch.Tensor, block_table: torch.Tensor,
     output: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Attention of any number of tokens of each request, into `output`.
+    """Computes attention of any number of tokens of each request, into `output`.
 
     Args:
-        calls: the layer; others that are not here are as in `attend_with`.
+        calls: calls of the layer; other arguments that are not here are as in `attend_with`.
         starts: (requests + 1,) int32, where tokens of each request begin.
-        starts_host: the same on the host.
-        seq_lens: (requests,) int32, tokens of each on all ranks, the new ones included.
+        starts_host: `starts` on the host.
+        seq_lens: (requests,) int32, tokens of each request on all ranks, new tokens included.
         block_table: (requests, pages) int32.
     """
     tokens = starts_host[-1]
@@ -159,7 +159,7 @@ def prefill(
     every = ranks.all_gather(query.contiguous(), dim=1)
     out, lse = calls.part(every[places].unflatten(0, (-1, MAX_QUERIES)), views, context[pick], block_table[pick])
     found, found_lse = torch.empty_like(every), lse.new_empty(every.shape[:2])
-    found[places], found_lse[places] = out.flatten(0, 1), lse.flatten(0, 1)  # places of a token have the same numbers
+    found[places], found_lse[places] = out.flatten(0, 1), lse.flatten(0, 1)  # places of one token have equal values
     outs, lses = ranks.of_own_heads(found, found_lse)
     merge_states(
         torch.cat([outs, own.unsqueeze(0)]), torch.cat([lses, own_lse.unsqueeze(0)]), s_aux=calls.s_aux,
@@ -168,7 +168,7 @@ def prefill(
 
 
 def pieces(starts: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Tokens of requests in pieces of `MAX_QUERIES`, the last token of a request as often as its last piece has room.
+    """Splits tokens of requests into pieces of `MAX_QUERIES`; a request's last token fills up its last piece.
 
     Returns:
         the tokens of all pieces, and the request of each piece.

@@ -1,11 +1,11 @@
 """vLLM's attention backend over `gqa_decode`: `--attention-backend CUSTOM`. For 0.26 and 0.33; imports vLLM.
 
-Decoding and whole prompts run on our kernels, prompts with tokens in the cache on vLLM's FlashAttention 3, see
-prompts.py. All else that a layer does is that of the class it extends, vLLM's Triton backend: the same caches, and what
-none of these has a kernel for. In pages with scales of tokens a head's bytes have an order of their own, see calls.py.
+Decoding and whole prompts run on our kernels, prompts with tokens in the cache on vLLM's FlashAttention 3 (prompts.py).
+Everything else is left to the base class, vLLM's Triton backend: it reads the same caches, and serves what none of
+these kernels supports. Pages with scales of tokens order a head's bytes in their own way (calls.py).
 
-Where vLLM is batch invariant (`VLLM_BATCH_INVARIANT=1`), what runs for a request follows from that request alone: one
-split, one way for all prompts, which is over the cache, and one call for each of those over copies of pages.
+If vLLM is batch invariant (`VLLM_BATCH_INVARIANT=1`), the kernels of a request depend on that request alone: one split,
+all prompts over the cache, and one call for each prompt that reads copies of pages.
 """
 
 from __future__ import annotations
@@ -61,21 +61,21 @@ EXTENDS: tuple[Function, ...] = (
     (TritonAttentionBackend, "supports_attn_type", "attn_type"),
     (utils, "split_decodes_and_prefills", "common_attn_metadata decode_threshold require_uniform ..."),
 )  # fmt: skip
-"""Functions of vLLM that are replaced or called here, as 0.26 and 0.33 have them."""
+"""Functions of vLLM that are replaced or called here, in the form of 0.26 and 0.33."""
 
 
 @dataclass
 class CuteAttentionMetadata(TritonAttentionMetadata):
-    """What layers need of a batch: that of the Triton backend, and where decoding ends.
+    """A batch's metadata for layers: the Triton backend's, and where decoding ends.
 
     Requests that decode come first, all with the same number of tokens.
 
     num_decodes        requests that decode
     num_decode_tokens  their tokens
-    prefill            the other requests alone, counted from 0; None: no request decodes, and this object has them
-    fresh              none of the other requests has tokens in the cache before those of this batch
-    prompts            the other requests with their lengths on the host, where these are known
-    local_lens         with decode context parallelism: tokens of each request that this rank has
+    prefill            metadata of the other requests, counted from 0; None: no request decodes, and this object has it
+    fresh              whether no other request has tokens in the cache before those of this batch
+    prompts            the other requests with their lengths on the host, if these are known
+    local_lens         with decode context parallelism: number of this rank's tokens of each request
     starts_host        likewise, on the host: where tokens of the other requests begin
     """
 
@@ -96,7 +96,7 @@ class CuteAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # drafts decode in some batches and are prompts in others
+        # some batches decode drafts, in others drafts are prompts
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=not envs.VLLM_BATCH_INVARIANT)
         if self.reorder_batch_threshold > MAX_QUERIES:
             logger.warning_once(
@@ -104,17 +104,17 @@ class CuteAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
                 self.reorder_batch_threshold, MAX_QUERIES,
             )  # fmt: skip
             self.reorder_batch_threshold = 1
-        self.supports_draft_decode_metadata_update = False  # 0.33: where decoding ends may move from draft to draft
+        self.supports_draft_decode_metadata_update = False  # 0.33: the end of decoding may move from draft to draft
         if device.type == "cuda":
             page = max(size for size in BLOCK_SIZES if kv_cache_spec.block_size % size == 0)
             warm_layers(layer_names, page, self.reorder_batch_threshold, kv_cache_spec, vllm_config, device)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Graphs of uniform batches, unless speculation gives a request more tokens than `gqa_decode` takes."""
+        """Supports graphs of uniform batches, unless speculation gives a request more tokens than `gqa_decode` has."""
         speculative = vllm_config.speculative_config
         drafts = (speculative.num_speculative_tokens or 0) if speculative is not None else 0
-        tokens = 1 + drafts * (2 if drafts and speculative.parallel_drafting else 1)  # as vLLM's threshold counts them
+        tokens = 1 + drafts * (2 if drafts and speculative.parallel_drafting else 1)  # counted like vLLM's threshold
         most = 1 if envs.VLLM_BATCH_INVARIANT else MAX_QUERIES
         return cls._cudagraph_support if tokens <= most else AttentionCGSupport.NEVER
 
@@ -135,7 +135,7 @@ class CuteAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
             if decodes:
                 part = without_decodes(common_attn_metadata, decodes, decode_tokens)
                 prefill = super().build(0, part, fast_build)
-            # builders that vLLM makes of this one hand over other batches than the host's lengths are of
+            # builders that vLLM derives from this one get batches that do not match the host's lengths
             own = type(self) is CuteAttentionMetadataBuilder
             invariant = envs.VLLM_BATCH_INVARIANT
             prompts = prompts_of(part, alone=invariant) if own and part.causal is True else None
@@ -149,82 +149,82 @@ class CuteAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         )  # fmt: skip
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> CuteAttentionMetadata:
-        """The same for a draft model, whose batch may have longer queries than the lengths on the host say."""
+        """Splits a draft model's batch, which may have longer queries than the lengths on the host say."""
         found = super().build_for_drafting(common_attn_metadata, draft_index)
         found.fresh, found.prompts = False, None
         return found
 
 
 class CuteAttentionBackend(TritonAttentionBackend):
-    """`gqa_decode` for decoding, over 16-bit, FP8, INT8 and INT4 caches."""
+    """An attention backend that decodes by `gqa_decode`, over 16-bit, FP8, INT8 and INT4 caches."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", "float16", *FP8, *SCALED]
 
     @staticmethod
     def get_name() -> str:
-        """The member of vLLM's enum that it is registered as."""
+        """Returns the member of vLLM's enum that the backend is registered as."""
         return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[CuteAttentionImpl]:
-        """The class of layers."""
+        """Returns the class of layers."""
         return CuteAttentionImpl
 
     @staticmethod
     def get_builder_cls() -> type[CuteAttentionMetadataBuilder]:
-        """The class of metadata builders."""
+        """Returns the class of metadata builders."""
         return CuteAttentionMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Tokens of a page: powers of two."""
+        """Returns the sizes of a page: powers of two."""
         return list(BLOCK_SIZES)
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
-        """Multiples of a page are split into pages."""
+        """Returns whether a block can be split into pages."""
         return block_size is None or block_size % BLOCK_SIZES[0] == 0
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Those of `gqa_decode`."""
+        """Returns whether `gqa_decode` has this head size."""
         return head_size in HEAD_DIMS
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """SM90."""
+        """Returns whether the GPU is an SM90."""
         return (capability.major, capability.minor) == (9, 0)
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """Decoders."""
+        """Returns whether the model is a decoder."""
         return attn_type == AttentionType.DECODER
 
     @classmethod
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any, **more: Any
     ) -> str | None:
-        """Why a model of `dtype` cannot have this cache, in words; None where it can."""
+        """Returns in words why a model of `dtype` cannot have this cache; None if it can."""
         return GqaCalls.refusal(kv_cache_dtype, dtype, head_size)
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        """No attention in both directions."""
+        """Returns False: there is no attention in both directions."""
         return False
 
     supports_non_causal = supports_alibi_sqrt = supports_rswa = supports_mm_prefix
-    supports_device_cpu_query_lens_mismatch = supports_mm_prefix  # 0.33: the host's lengths say which pages are read
+    supports_device_cpu_query_lens_mismatch = supports_mm_prefix  # 0.33: the host's lengths decide which pages are read
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """See the module's docstring."""
+        """Returns whether vLLM's batch invariance is supported; see the module's docstring."""
         return True
 
     @classmethod
     def indexes_kv_by_block_stride(cls) -> bool:
-        """Whether pages may be padded: vLLM pads its blocks, so those that are split into several pages may not be."""
-        block_size = get_current_vllm_config().cache_config.block_size  # where it is asked, there is one
+        """Whether pages may be padded: vLLM pads its blocks, so not if a block is split into several pages."""
+        block_size = get_current_vllm_config().cache_config.block_size  # vLLM asks while it has a configuration
         return super().indexes_kv_by_block_stride() and block_size in BLOCK_SIZES
 
 
@@ -281,7 +281,7 @@ class CuteAttentionImpl(TritonAttentionImpl):
             self._ranks = Ranks.of(get_dcp_group(), interleave)
         longest = self.calls.max_tokens + AHEAD
         if envs.VLLM_BATCH_INVARIANT and self.calls.copies_pages and longest > self.calls.copied_tokens:
-            # a context would be cut where this step's tokens begin, which other requests decide
+            # a context would be cut where this step's tokens begin, which depends on other requests
             logger.info_once(
                 "cute-kernels: batch invariant prompts of up to %d tokens run on Triton: copies have room for %d",
                 self.calls.max_tokens, self.calls.copied_tokens,
@@ -291,21 +291,21 @@ class CuteAttentionImpl(TritonAttentionImpl):
             raise NotImplementedError("cute-kernels: got an INT4 cache; needs prompts that FlashAttention 3 runs")
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Makes float32 of the sinks, which are there now.
+        """Converts the sinks, which are loaded now, to float32.
 
-        They stay one tensor with the model's parameter: what writes new weights into that writes to where graphs read.
+        They share the model's parameter, so that new weights are written to the memory that graphs read.
         """
         super().process_weights_after_loading(act_dtype)
         if self.sinks is None:
             return
         if self.calls.s_aux is None:
             self.calls.s_aux = self.sinks.detach().float()
-        else:  # a new parameter
+        else:  # the parameter is new
             self.calls.s_aux.copy_(self.sinks.detach())
         self.sinks.data = self.calls.s_aux
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """Outputs are 16-bit numbers."""
+        """Returns False: outputs are 16-bit numbers."""
         return False
 
     def forward(
@@ -320,7 +320,7 @@ class CuteAttentionImpl(TritonAttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of a batch: query, output (tokens, heads, d), key and value (tokens, kv_heads, d).
+        """Computes attention of a batch: query, output (tokens, heads, d), key and value (tokens, kv_heads, d).
 
         Raises:
             NotImplementedError: a quantized output is asked for.
@@ -328,12 +328,12 @@ class CuteAttentionImpl(TritonAttentionImpl):
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("cute-kernels: got a scale of the output; needs outputs of 16-bit numbers")
         m = attn_metadata
-        if m is None:  # vLLM measures memory
+        if m is None:  # vLLM is measuring memory
             reserve(self.calls, output)
             return output.fill_(0)
         n, tokens = m.num_decode_tokens, m.num_actual_tokens
         if tokens < len(output):
-            output[tokens:].zero_()  # rows that pad the step: vLLM takes maxima over all rows
+            output[tokens:].zero_()  # padding rows of the step: vLLM takes maxima over all rows
         if self._ranks is not None:
             views = self._views(layer, kv_cache)
             return attend_with(self._ranks, self.calls, query, key, value, views, m, output)
@@ -354,7 +354,7 @@ class CuteAttentionImpl(TritonAttentionImpl):
         if metadata.fresh and self.calls.prefills_fresh_tokens() and key is not None:
             self.calls.prefill_fresh(query, key, value, part.query_start_loc, part.max_query_len, output)
             return
-        # vLLM may count padding rows as tokens, and no kernel below writes those past the last request
+        # vLLM may count padding rows as tokens, and no kernel below writes rows past the last request
         output[0 if prompts is None else prompts.starts_host[-1] :].zero_()
         if prompts is not None and self.calls.flash is not None:
             attend(self.calls, query, self._views(layer, kv_cache), prompts, output)
@@ -384,30 +384,30 @@ class CuteAttentionImpl(TritonAttentionImpl):
 
     @_k_scale_cache.setter
     def _k_scale_cache(self, scales: torch.Tensor | None) -> None:
-        """None: vLLM has measured the memory of graphs and frees the cache that it did so with."""
+        """Drops the views when vLLM sets None: it has measured the memory of graphs and frees that cache."""
         self._k_scales = scales
         if scales is None and hasattr(self, "calls"):
             self.calls.forget_views()
 
     def _ensure_scale_caches(self, kv_cache: torch.Tensor) -> None:
-        """The scales where our page has them; `super().forward` reads both attributes."""
+        """Sets the scales of our page; `super().forward` reads both attributes."""
         *_, self._k_scale_cache, self._v_scale_cache = self.calls.views(kv_cache).tokens_first()
 
     def _pth_key_value_caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The codes, (pages, tokens, kv_heads, d)."""
+        """Returns the codes, (pages, tokens, kv_heads, d)."""
         self._ensure_scale_caches(kv_cache)
         k, v, *_ = self.calls.views(kv_cache).tokens_first()
         return k, v
 
 
 def _max_model_len() -> int:
-    """Tokens of a request at most; 0 where a layer is made without a configuration."""
+    """Returns the most tokens of a request; 0 if a layer is made without a configuration."""
     config = get_current_vllm_config_or_none()
     return 0 if config is None or config.model_config is None else int(config.model_config.max_model_len)
 
 
 def _flash_attention(head_dim: int, alibi: bool, sinks: torch.Tensor | None) -> Callable[..., Any] | None:
-    """VLLM's FlashAttention, where its version for a layer is the one that prompts run on. It takes bfloat16 sinks."""
+    """Returns vLLM's FlashAttention if a layer's version is the one that prompts run on. It takes bfloat16 sinks."""
     version = fa_utils.get_flash_attn_version(requires_alibi=alibi, head_size=head_dim)
     if not runs_prompts(version, head_dim) or (sinks is not None and sinks.dtype is not torch.bfloat16):
         return None

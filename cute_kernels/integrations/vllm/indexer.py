@@ -1,11 +1,11 @@
 """vLLM's sparse indexer scores and chooses with `index_decode`, or chooses with `index_topk`.
 
-Both choose exactly, in ascending order, the same in all tensor-parallel ranks. Decode rows alone: prompts keep vLLM's
-kernels. Written against vLLM 0.26, whose indexer calls operators of torch, and 0.33, which asks a function for a
-kernel; imports no vLLM.
+Both choose exactly, in ascending order, the same in all tensor-parallel ranks. They serve only decode rows; prompts
+keep vLLM's kernels. Written against vLLM 0.26, whose indexer calls operators of torch, and 0.33, which asks a function
+for a kernel; imports no vLLM.
 
-The indexer asks for logits first and for a choice from them after. Where `index_decode` can do both, the logits that it
-gets are `Unscored`, and the choice makes them.
+The indexer asks first for logits and then for a choice from them. If `index_decode` can do both, the indexer gets
+`Unscored` logits, and the choice computes them.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ logger = logging.getLogger("vllm.cute_kernels")
 LOGITS = "fp8_fp4_paged_mqa_logits"
 GET_TOPK = "get_indexer_topk"
 OPERATORS = ("cooperative_topk", "persistent_topk")
-"""Of `torch.ops._C`. Both take logits, lengths, the result, a workspace, topk, and the longest length."""
+"""Operators of `torch.ops._C`: both take logits, lengths, the result, a workspace, topk, and the longest length."""
 say_once = SayOnce(functools.partial(logger.info, "cute-kernels: %s"))
 """Logs a line, once in each process."""
 
 
 class Replaced:
-    """A module or namespace, some of whose names mean something else."""
+    """A module or namespace, some of whose names are replaced."""
 
     def __init__(self, original: Any, **replaced: Any) -> None:
         self._original = original
         self.__dict__.update(replaced)
 
     def __getattr__(self, name: str) -> Any:
-        """Any other name, when it is asked for: operators are loaded late."""
+        """Returns any other name when it is asked for: operators are loaded late."""
         return getattr(self._original, name)
 
 
 class Unscored(torch.Tensor):
-    """Logits (rows, width) float32 that are not made yet, of what a choice asks for.
+    """Logits (rows, width) float32 that are not computed yet, with the arguments that a choice needs.
 
-    An operator of torch that reads them gets logits of DeepGEMM, made when the first one asks.
+    If an operator of torch reads them, DeepGEMM computes them first, once.
     """
 
     decode: Callable[..., torch.Tensor]
@@ -59,13 +59,13 @@ class Unscored(torch.Tensor):
     def of(
         decode: Callable[..., torch.Tensor], make: Callable[[], torch.Tensor], q: torch.Tensor, keys: int
     ) -> Unscored:
-        """Unmade logits of all queries of a call.
+        """Makes unscored logits of all queries of a call.
 
         Args:
-            decode: `index_decode` with all that logits follow from.
-            make: returns the logits as DeepGEMM makes them.
+            decode: `index_decode` with all arguments that decide logits.
+            make: returns the logits from DeepGEMM.
             q: (batch, next_n, heads, 128).
-            keys: of each row, with those that no query sees.
+            keys: number of keys of each row, including those that no query sees.
         """
         shape = (q.shape[0] * q.shape[1], keys)
         logits = torch.Tensor._make_wrapper_subclass(Unscored, shape, dtype=torch.float32, device=q.device)
@@ -76,13 +76,13 @@ class Unscored(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Calls an operator with logits that are made."""
+        """Calls an operator with computed logits."""
         args, kwargs = tree_map(made, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 def made(value: Any) -> Any:
-    """The value itself; of unmade logits, those that DeepGEMM makes."""
+    """Returns the value, or for unscored logits those that DeepGEMM computes."""
     return value.make() if isinstance(value, Unscored) else value
 
 
@@ -97,22 +97,22 @@ def put_off(
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Unmade logits of a call of `fp8_fp4_paged_mqa_logits`.
+    """Returns unscored logits for a call of `fp8_fp4_paged_mqa_logits`.
 
     Args:
         get_dcp_group: returns the ranks that share a request's keys.
-        original: what makes logits.
+        original: function that computes logits.
         q: (batch, next_n, heads, 128) float8_e4m3fn, and None.
         kv_cache: (pages, page_size, 1, 132) uint8.
         weights: (batch x next_n, heads) float32.
         context_lens: (batch, next_n) int32.
         block_tables: (batch, max_pages) int32.
-        args: of the original alone.
-        kwargs: of the original alone.
+        args: arguments only of the original.
+        kwargs: arguments only of the original.
 
     Raises:
-        ValueError: q has scales, so is FP4, ranks share keys, so that their logits are compared, weights are those of
-            another number of queries, or the GPU is not an SM90.
+        ValueError: q has scales and so is FP4, ranks share keys, whose logits they would have to compare, weights
+            belong to another number of queries, or the GPU is not an SM90.
     """
     codes, scales = q
     if scales is not None:
@@ -135,13 +135,13 @@ def choose(logits: torch.Tensor, seq_lens: torch.Tensor, topk_indices: torch.Ten
     """Writes the positions of the highest logits of each row.
 
     Args:
-        logits: (rows, width) float32, made or not.
+        logits: (rows, width) float32, computed or unscored.
         seq_lens: int32, one number a row, as (rows,) or (batch, next_n).
-        topk_indices: (rows, topk) int32, where to write.
-        topk: how many.
+        topk_indices: (rows, topk) int32 to write to.
+        topk: number of positions to choose.
 
     Raises:
-        ValueError: there are other lengths, or the GPU is not an SM90; or as `index_topk`.
+        ValueError: lengths have another shape, or the GPU is not an SM90; or as `index_topk`.
         TypeError: as `index_topk`.
     """
     rows = logits.shape[0]
@@ -161,7 +161,7 @@ def choose(logits: torch.Tensor, seq_lens: torch.Tensor, topk_indices: torch.Ten
 
 
 def change_indexer(module: types.ModuleType) -> None:
-    """Puts `choose` where the indexer of decode rows asks for a kernel, and `put_off` where it asks for logits."""
+    """Installs `choose` where the indexer of decode rows asks for a kernel, and `put_off` where it asks for logits."""
     if hasattr(module, GET_TOPK):
         _change_function(module)
     elif isinstance(getattr(module, "torch", None), types.ModuleType):
@@ -173,7 +173,7 @@ def change_indexer(module: types.ModuleType) -> None:
 
 
 def _change_logits(module: types.ModuleType) -> None:
-    """Changes the function that makes the logits of decode rows. Without the name they are made as before."""
+    """Changes the function that computes the logits of decode rows, if it exists under that name."""
 
     def say(reason: str) -> None:
         say_once(f"DeepGEMM scores the keys of the sparse indexer: {reason}")
@@ -203,7 +203,7 @@ def _change_function(module: types.ModuleType) -> None:
 
 
 def _made(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel that gets logits which are made."""
+    """Wraps a kernel so that it gets computed logits."""
     return lambda *args, **kwargs: kernel(*tree_map(made, args), **tree_map(made, kwargs))
 
 
@@ -233,4 +233,4 @@ def _stays(reason: str) -> None:
 CHANGES: dict[str, Callable[[types.ModuleType], None]] = {
     "vllm.model_executor.layers.sparse_attn_indexer": change_indexer,
 }
-"""What is done to the module once vLLM has imported it."""
+"""The change of the module, made once vLLM has imported it."""

@@ -1,8 +1,8 @@
 """Prompts that have earlier tokens in the cache, on vLLM's FlashAttention 3. Imports no vLLM.
 
-It reads 16-bit caches as they are. Of INT8 and FP8 caches the pages that a prompt sees are copied as 16-bit numbers
+It reads 16-bit caches directly. For INT8 and FP8 caches the pages that a prompt sees are copied as 16-bit numbers
 first: 32,768 tokens of 8 heads of 128 are 200 MB of traffic, 0.05 ms, and 2,048 queries of 32 heads over them are 1.1
-TFLOP, 2 ms. Copies have a limit; what does not fit comes in parts, which are merged by their log-sum-exps. Prompts of
+TFLOP, 2 ms. Copies have a size limit; larger contexts come in parts, which are merged by their log-sum-exps. Prompts of
 few tokens are decoded instead, `MAX_QUERIES` of them at a time.
 """
 
@@ -21,23 +21,23 @@ from cute_kernels.integrations.vllm.calls import COPY_BYTES, MAX_QUERIES, CacheV
 from cute_kernels.merge.op import merge_states
 
 FEW = 24
-"""Tokens up to which a prompt is decoded: its keys are read once for each `MAX_QUERIES` of them, as codes.
+"""Most tokens of a prompt that is decoded: its keys are read once for each `MAX_QUERIES` tokens, as codes.
 
-INT8 on an H200, decoded and by copies: 16 tokens over 32,752 95 and 107 us, 16 requests of 16 over 8,176 253 and 385;
-with 32 tokens 135 and 111, 492 and 393."""
+Microseconds with INT8 on an H200, decoded and by copies: 16 tokens over 32,752 take 95 and 107, 16 requests of 16 over
+8,176 take 253 and 385; with 32 tokens 135 and 111, 492 and 393."""
 SLACK = 128
-"""Tokens by which lengths on the host may be too large: drafts that were rejected in the steps under way."""
+"""Tokens by which lengths on the host may be too large: drafts that were rejected in unfinished steps."""
 AHEAD = 8
-"""Tokens by which they may be too small: a draft model has one token more than the batch that it is handed."""
+"""Tokens by which lengths may be too small: a draft model has one more token than the batch that it is handed."""
 STATES = 4
-"""Results of a context's parts that are kept until they are merged."""
+"""Results of a context's parts that are kept before they are merged."""
 
 
 class Run(NamedTuple):
-    """What one call attends to: some requests, and consecutive pages of each.
+    """The keys of one call: some requests, and consecutive pages of each.
 
-    requests  first and last of the step's prompts; the last one is not in it, as in a slice
-    pages     first and last page of each request, likewise
+    requests  first and last (exclusive) of the step's prompts
+    pages     first and last (exclusive) page of each request
     causal    False: earlier keys of a single request, all of which every query sees
     """
 
@@ -49,15 +49,15 @@ class Run(NamedTuple):
 def plan(
     starts: Sequence[int], lengths: Sequence[int], page_size: int, window: int | None, limit: int, alone: bool = False
 ) -> list[list[Run]]:
-    """Which pages are copied for which queries. Runs of one list have the same queries: their results are merged.
+    """Plans which pages are copied for which queries. Runs of one list have the same queries: their results are merged.
 
-    Requests of up to `FEW` tokens are not among them, unless each is `alone`.
+    Requests of up to `FEW` tokens are left out, unless each is `alone`.
 
     Args:
-        starts: where tokens of each request begin, and where the last one's end.
+        starts: where tokens of each request begin, and where those of the last one end.
         lengths: keys of each request, its new tokens included; at most `SLACK` + `AHEAD` too many.
         page_size: tokens of a page.
-        window: tokens that a query sees; what no query of a request sees is left out.
+        window: most tokens that a query sees; keys that no query of a request sees are left out.
         limit: pages of a call, unless the keys of one request that not all of its queries see are more.
         alone: whether no requests share a call.
     """
@@ -66,7 +66,7 @@ def plan(
         count = starts[request + 1] - starts[request]
         if count <= (0 if alone else FEW):
             continue
-        before = max(length - count - SLACK - AHEAD, 0)  # keys that all queries see, were there no window
+        before = max(length - count - SLACK - AHEAD, 0)  # keys that all queries would see without a window
         first = 0 if window is None else max(before - window + 1, 0) // page_size
         last = max(-(-length // page_size), 1)
         one = (request, request + 1)
@@ -87,13 +87,13 @@ def plan(
 
 @dataclass(frozen=True)
 class Part:
-    """A run as a call of FlashAttention takes it.
+    """A run as arguments of FlashAttention.
 
-    queries   tokens of the step's prompts
-    pages     (n,) int32, of the cache
+    queries   slice of the step's prompt tokens
+    pages     (n,) int32, pages of the cache
     table     (requests, pages of the longest) int32, places in `pages`
     starts    (requests + 1,) int32, where queries of each request begin
-    lengths   (requests,) int32, keys of each
+    lengths   (requests,) int32, keys of each request
     longest   query tokens of a request
     causal    as in `Run`
     """
@@ -109,13 +109,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Requests of few tokens as `gqa_decode` takes them: `MAX_QUERIES` places for each piece of a request.
+    """Requests of few tokens as arguments of `gqa_decode`: `MAX_QUERIES` places for each piece of a request.
 
-    rows      (places,) int64, the token of each; before a request's first one there may be places that repeat it
-    lengths   (pieces,) int32, keys of the last place
+    rows      (places,) int64, the token of each place; places before a request's first token may repeat it
+    lengths   (pieces,) int32, keys that the last place sees
     table     (pieces, pages) int32
-    places    (tokens,) int64, those that are nobody's repetition
-    tokens    (tokens,) int64, theirs
+    places    (tokens,) int64, places that are not repetitions
+    tokens    (tokens,) int64, the tokens of these places
     """
 
     rows: torch.Tensor
@@ -129,12 +129,12 @@ class Pieces:
 class Prompts:
     """The requests of a step that do not decode, for the layers of one group of caches.
 
-    starts         (requests + 1,) int32, where their tokens begin
-    lengths        (requests,) int32, keys of each, its new tokens included
+    starts         (requests + 1,) int32, where tokens of each request begin
+    lengths        (requests,) int32, keys of each request, its new tokens included
     block_table    (requests, pages) int32
-    starts_host    the same on the host
-    lengths_host   likewise; at most `SLACK` more than `lengths`, and `AHEAD` less
-    alone          what is run for a request follows from that request alone, and so do its bits
+    starts_host    `starts` on the host
+    lengths_host   `lengths` on the host; at most `SLACK` more, and `AHEAD` less
+    alone          a request's calls, and so its bits, depend on that request alone
     """
 
     starts: torch.Tensor
@@ -147,16 +147,16 @@ class Prompts:
 
     @cached_property
     def longest(self) -> int:
-        """Query tokens of a request."""
+        """Query tokens of the longest request."""
         return _longest(self.starts_host)
 
     def lengths_at_most(self, page_size: int) -> list[int]:
-        """Keys of each request on the host, none too few."""
+        """Returns upper bounds of the keys of each request, on the host."""
         room = self.block_table.shape[1] * page_size
         return [min(length + AHEAD, room) for length in self.lengths_host]
 
     def parts(self, page_size: int, window: int | None, limit: int) -> list[list[Part]]:
-        """What `plan` says, made once for all layers with the same pages and window."""
+        """Makes the parts of `plan`, once for all layers with the same pages and window."""
         key = page_size, window, limit
         if key not in self._parts:
             lengths = self.lengths_at_most(page_size)
@@ -166,11 +166,11 @@ class Prompts:
 
     @cached_property
     def pieces(self) -> Pieces | None:
-        """The requests of few tokens, made once for all layers; None where there is none."""
+        """Makes the pieces of requests of few tokens, once for all layers; None without such requests."""
         rows: list[int] = []
         places: list[int] = []
-        owners: list[int] = []  # of each piece
-        after: list[int] = []  # tokens of its request that come after it
+        owners: list[int] = []  # request of each piece
+        after: list[int] = []  # tokens of the request after the piece
         for request, (begin, end) in enumerate(pairwise(self.starts_host)):
             if self.alone or not 0 < end - begin <= FEW:
                 continue
@@ -204,7 +204,7 @@ class Prompts:
             pages=pages,
             table=places.unsqueeze(1) + torch.arange(max(counts), dtype=torch.int32, device=device),
             starts=self.starts[first : last + 1] - begins[0],
-            # the host's lengths said which pages there are
+            # the host's lengths told which pages exist
             lengths=torch.minimum(self.lengths[first:last] - skipped, room),
             longest=_longest(begins),
             causal=run.causal,
@@ -219,14 +219,14 @@ def _longest(starts: Sequence[int]) -> int:
 
 
 def page_limit(calls: GqaCalls, page_size: int) -> int:
-    """Pages of a layer's cache that are copied at one time."""
+    """Returns how many pages of a layer's cache are copied at one time."""
     return max(calls.copied_tokens // page_size, 1)
 
 
 def reserve(calls: GqaCalls, output: torch.Tensor) -> None:
-    """Asks for the memory of copies and lets go of it: where vLLM measures what a step takes.
+    """Allocates and frees the memory of copies, so that vLLM's measurement of a step includes it.
 
-    Where a context may come in parts, that is their results as well, and what two of them are merged to.
+    If a context may come in parts, it also allocates their results and the merge of two of them.
     """
     if not calls.copies_pages:
         return
@@ -237,13 +237,13 @@ def reserve(calls: GqaCalls, output: torch.Tensor) -> None:
 
 
 def attend(calls: GqaCalls, query: torch.Tensor, views: CacheViews, prompts: Prompts, output: torch.Tensor) -> None:
-    """Attention of any number of tokens of each request over the cache, in which they are already.
+    """Computes attention of any number of tokens of each request over the cache, which already has these tokens.
 
     Args:
         calls: a layer that has FlashAttention.
         query: (tokens, heads, d).
-        views: of the layer's cache.
-        prompts: of the step.
+        views: views of the layer's cache.
+        prompts: prompts of the step.
         output: (tokens, heads, d).
     """
     if not calls.quantized:
@@ -282,7 +282,7 @@ def _merge(
     parts: Sequence[Part], attend_part: Callable[[Part, torch.Tensor, bool], torch.Tensor | None],
     output: torch.Tensor, s_aux: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Attention over parts of one context, at most `STATES` results at a time: what they merge to is the next first."""
+    """Computes attention over parts of a context. Of each `STATES` results the merged one is the first of the next."""
     outs = output.new_empty((STATES, *output.shape))
     lses = output.new_empty(outs.shape[:-1], dtype=torch.float32)
     kept = 0
@@ -300,7 +300,7 @@ def _merge(
 
 
 def _usual_strides(t: torch.Tensor) -> torch.Tensor:
-    """The same tensor; a dimension of size 1 gets a stride as if it had more: kernels refuse one of 2 bytes."""
+    """Returns the tensor with usual strides in dimensions of size 1: kernels refuse a stride of 2 bytes."""
     if 1 not in t.shape[:-1]:
         return t
     strides = list(t.stride())

@@ -1,6 +1,6 @@
-"""vLLM's sparse MLA over `mla_fp8_decode`, in the place of FLASHMLA_SPARSE. For 0.26 and 0.33; imports vLLM.
+"""vLLM's sparse MLA on `mla_fp8_decode`, replacing FLASHMLA_SPARSE. For 0.26 and 0.33; imports vLLM.
 
-vLLM pads 8 to 32 heads of a GPU to 64 for FlashMLA; this kernel takes them as they are. The metadata, the cache of 656
+vLLM pads 8 to 32 heads of a GPU to 64 for FlashMLA; this kernel takes them unpadded. The metadata, the cache of 656
 bytes a token and the kernels for long prompts of 32 heads or more stay vLLM's.
 """
 
@@ -26,7 +26,7 @@ from cute_kernels.warm.shapes import MlaShape
 logger = init_logger("vllm.cute_kernels")
 
 CACHE_DTYPE = "fp8_ds_mla"
-"""What vLLM calls the 656 bytes; `--kv-cache-dtype fp8` becomes it."""
+"""vLLM's name of the 656-byte format; `--kv-cache-dtype fp8` becomes it."""
 WARM_BATCH_SIZES = 256
 EXTENDS: tuple[Function, ...] = (
     (FlashMLASparseImpl, "_fp8_flash_mla_kernel", "self q kv_c_and_k_pe_cache topk_indices kernel_metadata"),
@@ -34,14 +34,14 @@ EXTENDS: tuple[Function, ...] = (
     (FlashMLASparseBackend, "get_impl_cls", ""),
     (FlashMLASparseBackend, "get_builder_cls", ""),
 )
-"""Functions of vLLM that are replaced here, as 0.26 and 0.33 have them."""
+"""Functions of vLLM that are replaced here, in the form of 0.26 and 0.33."""
 
 
 _stays = SayOnce(lambda reason: logger.warning("cute-kernels: sparse MLA runs on vLLM's kernels: %s", reason))
 
 
 def inactive_because(kv_cache_dtype: str) -> str | None:
-    """Why vLLM's own kernels run, in words; None where ours do."""
+    """Returns in words why vLLM's own kernels run; None if ours do."""
     capability = current_platform.get_device_capability()
     if capability is None or (capability.major, capability.minor) != (9, 0):
         return f"compute capability {'unknown' if capability is None else capability.as_version_str()}; needs 9.0"
@@ -51,7 +51,7 @@ def inactive_because(kv_cache_dtype: str) -> str | None:
 
 
 class CuteFlashMLASparseImpl(FlashMLASparseImpl):
-    """The attention of a layer: FlashMLA's, but for the kernel over FP8."""
+    """The attention of a layer: FlashMLA's class with another kernel over FP8."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -65,9 +65,9 @@ class CuteFlashMLASparseImpl(FlashMLASparseImpl):
             logger.info_once("cute-kernels: sparse MLA runs on vLLM's kernels: %s", reason)
 
     def _fp8_flash_mla_kernel(self, *args: Any, **kwargs: Any) -> Any:
-        """Attention of q (b, s, heads, 576) over slots (b, s, topk): out (b, s, heads, 512), lse (b, heads, s).
+        """Attends with q (b, s, heads, 576) to slots (b, s, topk): out (b, s, heads, 512), lse (b, heads, s).
 
-        Only called over the 656 bytes; `CuteFlashMLASparseBackend` hands out this class on SM90 alone.
+        It is only called over the 656-byte format; `CuteFlashMLASparseBackend` returns this class only on SM90.
         """
         return or_original(self._decode, super()._fp8_flash_mla_kernel, _stays, *args, **kwargs)
 
@@ -78,7 +78,7 @@ class CuteFlashMLASparseImpl(FlashMLASparseImpl):
 
 
 class CuteFlashMLASparseMetadataBuilder(FlashMLASparseMetadataBuilder):
-    """FlashMLA's, which also compiles the kernels that its layers will ask for, unless they are on disk."""
+    """FlashMLA's builder, which also compiles the kernels that its layers will ask for, unless they are on disk."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -90,11 +90,11 @@ class CuteFlashMLASparseMetadataBuilder(FlashMLASparseMetadataBuilder):
 
 
 class CuteFlashMLASparseBackend(FlashMLASparseBackend):
-    """FLASHMLA_SPARSE, under its own name: vLLM turns `fp8` into the 656 bytes for that name."""
+    """FLASHMLA_SPARSE, under its own name: vLLM turns `fp8` into the 656-byte format for that name."""
 
     @staticmethod
     def get_impl_cls() -> type[FlashMLASparseImpl]:
-        """Ours on SM90; elsewhere vLLM's, which has other formats on other GPUs."""
+        """Returns our class on SM90; elsewhere vLLM's, which has other formats on other GPUs."""
         reason = inactive_because(CACHE_DTYPE)
         if reason is None:
             return CuteFlashMLASparseImpl
@@ -103,5 +103,5 @@ class CuteFlashMLASparseBackend(FlashMLASparseBackend):
 
     @staticmethod
     def get_builder_cls() -> type[FlashMLASparseMetadataBuilder]:
-        """The class of metadata builders."""
+        """Returns the class of metadata builders."""
         return CuteFlashMLASparseMetadataBuilder

@@ -1,4 +1,4 @@
-"""vLLM's models with a FlashMLA class of their own, which overriding a backend does not reach: DeepSeek-V4, HY-V4.
+"""vLLM's models with a FlashMLA class of their own, which a replaced backend does not reach: DeepSeek-V4, HY-V4.
 
 Written against vLLM 0.26 (DeepSeek-V4) and 0.33 (also V4.1 and HY-V4); imports no vLLM.
 """
@@ -21,14 +21,14 @@ logger = logging.getLogger("vllm.cute_kernels")
 
 FLASH_MLA = "flash_mla_with_kvcache"
 V4_CLASS, V4_METHOD = "DeepseekV4FlashMLAAttention", "forward_mqa"
-"""Whose calls of FlashMLA have padded heads; `n_local_heads` of an instance are real."""
+"""The class and method whose calls of FlashMLA have padded heads; `n_local_heads` of an instance are real."""
 HY_V4_CLASS, HY_V4_METHOD = "HYV4FlashMLASparseImpl", "_fp8_flash_mla_kernel"
 say_once = SayOnce(functools.partial(logger.info, "cute-kernels: %s"))
 """Logs a line, once in each process."""
 
 
 def change_deepseek_v4(module: types.ModuleType) -> None:
-    """Puts `V4Decode` in the place of FlashMLA's function, and tells it the heads of the layer that calls it."""
+    """Replaces FlashMLA's function by a `V4Decode`, and tells it the heads of the layer that calls it."""
 
     def around(method: Callable[..., Any]) -> Callable[..., Any]:
         def forward_mqa(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -81,4 +81,4 @@ CHANGES: dict[str, Callable[[types.ModuleType], None]] = {
     "vllm.models.deepseek_v41.nvidia.flashmla": change_deepseek_v4,
     "vllm.models.hy_v4.nvidia.flashmla_sparse": change_hy_v4,
 }
-"""What is done to each module once vLLM has imported it."""
+"""The change of each module, made once vLLM has imported it."""

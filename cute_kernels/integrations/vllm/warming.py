@@ -16,18 +16,18 @@ from cute_kernels.warm.shapes import Shape
 logger = logging.getLogger("vllm.cute_kernels")
 
 WARM_BATCH_SIZES = 512
-"""The largest batch that is asked for its kernel before a server starts; larger ones share it."""
+"""The largest batch whose kernels are compiled before a server starts; larger batches share them."""
 LIMIT_S = 600
-"""A server starts after so long, whatever is missing. A model's kernels take a minute on 16 cores."""
+"""Seconds after which a server starts, whatever is missing. A model's kernels take a minute on 16 cores."""
 
 
-@functools.cache  # builders of several layers and micro-batches ask for the same
+@functools.cache  # builders of several layers and micro-batches ask for the same kernels
 def compile_shapes(
     shapes: tuple[Shape, ...], batches: tuple[int, ...], query_tokens: tuple[int, ...], num_sms: int
 ) -> None:
     """Compiles kernels in new interpreters, for `LIMIT_S` at most.
 
-    Kernels that are missing afterwards are compiled by their first call, which raises what is wrong.
+    A kernel that is still missing is compiled by its first call, which raises any error.
     """
     absent = missing(kernel_specs(*shapes, batch_sizes=batches, query_tokens=query_tokens, num_sms=num_sms))
     if not absent:
@@ -45,15 +45,15 @@ def compile_shapes(
 
 
 def warm_layers(names: list[str], page: int, query_tokens: int, spec: Any, config: Any, device: torch.device) -> None:
-    """Compiles what layers with `GqaCalls` will ask for, unless it is on disk.
+    """Compiles the kernels that layers with `GqaCalls` will ask for, unless they are on disk.
 
     Args:
-        names: of vLLM's layers.
+        names: names of vLLM's layers.
         page: tokens that are read as one page.
-        query_tokens: of a request that decodes, at most.
-        spec: vLLM's of their caches.
-        config: vLLM's.
-        device: of the layers.
+        query_tokens: most query tokens of a request that decodes.
+        spec: vLLM's spec of their caches.
+        config: vLLM's configuration.
+        device: device of the layers.
     """
     layers = [config.compilation_config.static_forward_context[name] for name in names]
     found = [getattr(getattr(layer, "impl", None), "calls", None) for layer in layers]

@@ -16,12 +16,12 @@ from cute_kernels.merge.spec import BLOCK_SCALE_VALUES, VECTOR_BYTES, MergeSpec
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
-LARGEST = (2 - 2.0**-23) * 2.0**127  # of all finite float32
+LARGEST = (2 - 2.0**-23) * 2.0**127  # the largest finite float32
 DTYPES = {"float32": Float32, "bfloat16": BFloat16, "float16": Float16}
 
 
 class Strided(NamedTuple):
-    """Where a row's part of each state is: the address in the first state, and bytes from one state to the next."""
+    """A row's part of each state: the address in the first state, and bytes from one state to the next."""
 
     address: Int64
     stride: Int64
@@ -32,9 +32,9 @@ class MergeRow(NamedTuple):
 
     outs   this thread's first vector of each state
     lses   the row's log-sum-exp in each state, with `headers` also the word after it
-    scales the row's fp16 block scales in each state, or None. A first one below 0 is, without its sign, that of all
-           values of its state; the others need not be written then
-    sink   of the row's head, or None
+    scales the row's fp16 block scales in each state, or None. If the first one is below 0, its magnitude is the scale
+           of all values of its state; the others need not be written then
+    sink   sink of the row's head, or None
     out    address of the result
     lse    address of the merged log-sum-exp, or None
     """
@@ -54,10 +54,10 @@ class MergeKernel:
     vectors c, c + lanes, ... of the row, group g adds up the states g, g + groups, ... Two steps, for rounds of states:
 
     1. Each warp of a row makes weights of its log-sum-exps, sink and normalization included: an empty state gets 0.
-       Lane i has those of states i, i + 32, ..., and hands them to the others by shuffles, so warps wait for nobody.
+       Lane i has the weights of states i, i + 32, ..., and hands them to others by shuffles: no warp waits for another.
     2. All threads add weight x state in float32, `unroll` states at a time: `loads` of 16 bytes are in flight in each
-       thread. A load whose weight is 0 is not issued, so that nothing of an empty state is read; or, `eager`, loads are
-       issued before the log-sum-exps have come, and what an empty state holds counts as zeros.
+       thread. A load whose weight is 0 is not issued, so that nothing of an empty state is read. If `eager`, loads are
+       issued before the log-sum-exps have arrived, and values of an empty state count as zeros.
 
     At the end the groups' sums meet in shared memory and are added in the order of the groups. The specification fixes
     the order of all additions: the same bits every time.
@@ -66,7 +66,7 @@ class MergeKernel:
     |---------------|---------------------------------------------------------|--------------------------|
     | sums          | 4 x (threads of groups 1, 2, ...) x vectors x vector    | 6144                     |
 
-    Barriers: two where groups meet; of a warp where a row has no more threads than that, otherwise of the CTA.
+    Barriers: two if there are several groups; for one warp if a row has no more threads than that, else for the CTA.
     """
 
     def __init__(self, spec: MergeSpec) -> None:
@@ -91,8 +91,7 @@ class MergeKernel:
         """Launches the kernel.
 
         Every row of mOuts and mOut starts at a multiple of 16 bytes and has stride 1. mSink and mLse are None exactly
-        where the specification says so. States with block scales are for `merge_row`: the kernel that writes them
-        merges them.
+        if the spec says so. States with block scales are for `merge_row`: the kernel that writes them merges them.
         """
         if const_expr(mOuts.element_type is not self.in_dtype or mOut.element_type is not self.out_dtype):
             raise TypeError(f"{self.spec} was given states {mOuts.element_type} and a result {mOut.element_type}")
@@ -116,7 +115,7 @@ class MergeKernel:
         mLses: cute.Tensor,
         mSink,  # None without a sink
         mOut: cute.Tensor,
-        mLse,  # None where it is not wanted
+        mLse,  # None if it is not wanted
         rows: Int32,
         divisors: tuple,
     ) -> None:
@@ -139,7 +138,7 @@ class MergeKernel:
     def find_row(
         self, mOuts: cute.Tensor, mLses: cute.Tensor, mSink, mOut: cute.Tensor, mLse, place: tuple, tid: Int32
     ) -> MergeRow:
-        """The row of states at `place` (batch, seq, head)."""
+        """Returns the row of states at `place` (batch, seq, head)."""
         outs = Strided(row_address(mOuts, 0, *place) + Int64(tid % self.spec.lanes) * VECTOR_BYTES, state_bytes(mOuts))
         lses = Strided(row_address(mLses, 0, *place), state_bytes(mLses))
         sink = mSink[place[2]] if self.spec.has_sink else None
@@ -154,10 +153,10 @@ class MergeKernel:
 
     @cute.jit
     def merge_row(self, row: MergeRow, sums, num_states: Int32, valid, tid: Int32, row_in_cta: Int32):
-        """Merges a row of `num_states` states, one at least, with `lanes` x `groups` threads; the whole CTA takes part.
+        """Merges a row of `num_states` states (1 or more) with `lanes` x `groups` threads; the whole CTA takes part.
 
-        `sums` is shared memory for the groups' sums (None with one group). Threads of a row that is not `valid` do the
-        same for a row that exists and store nothing.
+        `sums` is shared memory for the groups' sums (None with one group). Threads of a row that is not `valid` repeat
+        an existing row and store nothing.
         """
         spec = self.spec
         (outs_row, outs_stride), lses_source, scales_source, sink, out_row, lse_row = row
@@ -168,8 +167,8 @@ class MergeKernel:
         acc = cute.make_rmem_tensor((spec.vector, spec.vectors), Float32)
         acc.fill(0.0)
         raw = cute.make_rmem_tensor((4, spec.vectors, spec.unroll), Int32)
-        weights = cute.make_rmem_tensor((spec.weights,), Float32)  # of the states of a chunk that this lane weighs
-        first_scales = cute.make_rmem_tensor((spec.weights,), Float32)  # of the same states
+        weights = cute.make_rmem_tensor((spec.weights,), Float32)  # for the states of a chunk that this lane weighs
+        first_scales = cute.make_rmem_tensor((spec.weights,), Float32)  # for the same states
         first_scales.fill(-1.0)
         shift, scale, special = Float32(0.0), Float32(0.0), Int32(0)
         for first in cutlass.range(0, num_states, spec.round, unroll=1):
@@ -199,7 +198,7 @@ class MergeKernel:
         if const_expr(spec.groups > 1):
             row_sums = sums + row_in_cta * const_expr(math.prod(spec.sum_shape))
             sSum = cute.make_tensor(row_sums, cute.make_ordered_layout(spec.sum_shape, order=(0, 1, 2, 3)))
-            self._sync()  # those of the row before have been read
+            self._sync()  # the sums of the row before have been read
             if group > 0:
                 cute.autovec_copy(acc, sSum[None, lane, None, group - 1])
             self._sync()
@@ -213,7 +212,7 @@ class MergeKernel:
 
     @cute.jit
     def _begin(self, lses: cute.Tensor, source: Strided, num_states: Int32, sink, lse_row, stores, weight_lane: Int32):
-        """Shift and scale that make weights of a row's log-sum-exps: exp(lse - shift) x scale.
+        """Returns shift and scale that make weights of a row's log-sum-exps: exp(lse - shift) x scale.
 
         The thread that `stores` stores the merged log-sum-exp. `lses` are this lane's of the first chunk.
         """
@@ -225,8 +224,8 @@ class MergeKernel:
                 target.store(cutlass.select_(total == 0.0, self.empty_lse, lse))
         shift, denominator = peak, total
         if const_expr(self.spec.has_sink):
-            # Relative to the sink where it is largest: the denominator is 1 or more, and less than 2^126, from where on
-            # rcp_approx flushes to 0. A sink of +inf alone makes it infinite, and the weights 0.
+            # Relative to the sink if it is largest: the denominator is then 1 or more, and less than 2^126, above which
+            # rcp_approx flushes to 0. Only a sink of +inf makes it infinite, and the weights 0.
             shift = cute.arch.fmax(peak, cute.arch.fmin(sink, LARGEST))
             denominator = total * cute.math.exp2((peak - shift) * LOG2_E, fastmath=True)
             denominator += cute.math.exp2((sink - shift) * LOG2_E, fastmath=True)
@@ -235,7 +234,7 @@ class MergeKernel:
 
     @cute.jit
     def _softmax_statistics(self, lses: cute.Tensor, source: Strided, num_states: Int32, weight_lane: Int32):
-        """Maximum of a row, 0 without a state, and sum of exp(lse - maximum), in each of its threads.
+        """Returns the maximum of a row, 0 without a state, and the sum of exp(lse - maximum), to each of its threads.
 
         `lses` are this lane's of the first chunk.
         """
@@ -252,7 +251,7 @@ class MergeKernel:
 
     @cute.jit
     def _include(self, peak: Float32, total: Float32, lses: cute.Tensor):
-        """Maximum, and sum of exponentials relative to it, after more log-sum-exps."""
+        """Returns the maximum, and the sum of exponentials relative to it, after more log-sum-exps."""
         new_peak = peak
         for i in cutlass.range_constexpr(self.spec.weights):
             new_peak = cute.arch.fmax(new_peak, lses[i])
@@ -266,7 +265,7 @@ class MergeKernel:
     def _load_floats(
         self, floats: cute.Tensor, row: Int64, stride: Int64, first: Int32, num_states: Int32, weight_lane: Int32
     ):
-        """A number of each of this lane's states of the chunk that starts at `first`; -inf past the last state."""
+        """Loads a number of each of this lane's states in the chunk that starts at `first`; -inf past the last one."""
         for i in cutlass.range_constexpr(self.spec.weights):
             state = first + weight_lane + i * self.spec.weight_lanes
             floats[i] = _load_or_minus_inf(row + Int64(state) * stride, state < num_states)
@@ -275,10 +274,10 @@ class MergeKernel:
     def _load_lses(
         self, lses: cute.Tensor, row: Int64, stride: Int64, first: Int32, num_states: Int32, weight_lane: Int32
     ):
-        """Log-sum-exps as `_load_floats` loads them, but -inf for +inf, by which FlashMLA says that there is no key.
+        """Loads log-sum-exps like `_load_floats`, but -inf for +inf, with which FlashMLA marks that there is no key.
 
-        States with block scales are the kernel's own, which never say so. With `headers` NaN where the word after one
-        is not that of the first state: another call wrote it.
+        States with block scales are the kernel's own, which never have +inf. With `headers` a log-sum-exp is NaN if the
+        word after it differs from the first state's: another call wrote it.
         """
         self._load_floats(lses, row, stride, first, num_states, weight_lane)
         for i in cutlass.range_constexpr(self.spec.weights):
@@ -295,10 +294,10 @@ class MergeKernel:
     def _weigh(
         self, weights: cute.Tensor, first_scales: cute.Tensor, shift: Float32, scale: Float32, left: Int32
     ) -> Int32:
-        """Replaces log-sum-exps by weights; times the block scale of a state that has one for all values.
+        """Replaces log-sum-exps by weights, times the block scale of a state that has one for all values.
 
-        There are `left` states from this lane's first one on. Returns 1 in all lanes where one of them is empty or has
-        block scales that differ.
+        There are `left` states from this lane's first one on. Returns 1 in all lanes if one of the states is empty or
+        has block scales that differ.
         """
         special = False
         for i in cutlass.range_constexpr(self.spec.weights):
@@ -306,23 +305,23 @@ class MergeKernel:
             weight = cute.math.exp2((weights[i] - shift) * LOG2_E, approx=True) * scale
             if const_expr(self.spec.block_scales):
                 weight *= cutlass.select_(first_scales[i] < 0.0, -first_scales[i], Float32(1.0))
-            # Exactly 0 even where another state's NaN made the scale NaN: there may be no such state to read.
+            # Exactly 0 even if another state's NaN made the scale NaN: this state may not exist, or not be readable.
             weights[i] = cutlass.select_(weights[i] == -Float32.inf, Float32(0.0), weight)
             special = special or (i * self.spec.weight_lanes < left and (weights[i] == 0.0 or first_scales[i] > 0.0))
         return Int32(1) if cute.arch.vote_any_sync(special) else Int32(0)
 
     def _from_weight_lane(self, numbers: cute.Tensor, u: int, start: Int32) -> Float32:
-        """The number of a thread's state u of a round, from the lane that weighs it."""
+        """Returns the number of a thread's state u of a round, from the lane that weighs it."""
         place = u * self.spec.groups
         return cute.arch.shuffle_sync(numbers[place // self.spec.weight_lanes], start + place % self.spec.weight_lanes)
 
     def _spread(self, weights: cute.Tensor, start: Int32) -> Iterator[list[Float32]]:
-        """The weight of each state that a thread adds in a round, for each of its vectors."""
+        """Yields the weight of each state that a thread adds in a round, for each of its vectors."""
         for u in range(self.spec.unroll):
             yield [self._from_weight_lane(weights, u, start)] * self.spec.vectors
 
     def _load_states(self, raw: cute.Tensor, wanted: list, address: Int64, stride: Int64, lane: Int32) -> None:
-        """This lane's vectors of the states of a round, zeros of those not `wanted`; `address` is in the first one."""
+        """Loads this lane's vectors of a round's states, zeros if not `wanted`; `address` is in the first state."""
         spec = self.spec
         for u, v in itertools.product(range(spec.unroll), range(spec.vectors)):
             source = address + Int64(u * spec.groups) * stride + v * spec.lanes * VECTOR_BYTES
@@ -331,7 +330,7 @@ class MergeKernel:
                 raw[w, v, u] = words[w]
 
     def _accumulate(self, acc: cute.Tensor, raw: cute.Tensor, factors: Iterable[list[Float32]]) -> None:
-        """Adds the values of the states of a round, times what their vectors are to be multiplied by."""
+        """Adds the values of the states of a round, each vector times its factor."""
         for u, state_factors in enumerate(factors):
             for v, factor in enumerate(state_factors):
                 values = cute.recast_tensor(raw[None, v, u], self.in_dtype).load().to(Float32)
@@ -350,9 +349,9 @@ class MergeKernel:
         state: Int32,
         lane: Int32,
     ):
-        """As `_accumulate`, where empty states may hold anything, and block scales of a state differ.
+        """Does what `_accumulate` does if empty states may hold anything, and block scales of a state differ.
 
-        They differ where one scale for all values of a state would leave the range of float16.
+        They differ if one scale for all values of a state would leave the range of float16.
         """
         spec = self.spec
         row, stride = source
@@ -363,7 +362,7 @@ class MergeKernel:
             for v in cutlass.range_constexpr(spec.vectors):
                 block = (lane + v * spec.lanes) // (BLOCK_SCALE_VALUES // spec.vector)
                 place = row + Int64(state + u * spec.groups) * stride + Int64(block) * const_expr(Float32.width // 8)
-                scale = _load_or_minus_inf(place, differ and weight != 0.0)  # an empty state has none
+                scale = _load_or_minus_inf(place, differ and weight != 0.0)  # an empty state has no scale
                 factors[v, u] = cutlass.select_(differ and weight != 0.0, weight * scale, weight)
                 for w in cutlass.range_constexpr(4):
                     raw[w, v, u] = cutlass.select_(weight == 0.0, Int32(0), raw[w, v, u])
@@ -383,7 +382,7 @@ class MergeKernel:
                 cute.autovec_copy(rounded[None, v], cute.make_tensor(pointer, cute.make_layout(spec.vector)))
 
     def _and_in_row(self, condition: Any, lane: Int32, v: int) -> Any:
-        """`condition`, and this lane's v-th vector is in the row: the last one of an uneven row may not be."""
+        """Returns `condition`, and this lane's v-th vector is in the row: the last one of an uneven row may not be."""
         count = self.spec.d // self.spec.vector
         return condition if (v + 1) * self.spec.lanes <= count else condition & (lane < count - v * self.spec.lanes)
 
@@ -396,7 +395,7 @@ class MergeKernel:
             cute.arch.sync_threads()
 
     def fake_arguments(self) -> tuple:
-        """What `__call__` is compiled from: any strides of the leading dimensions, in steps of 16 bytes."""
+        """Returns the arguments for compilation: any strides of the leading dimensions, in steps of 16 bytes."""
         spec = self.spec
         shape = tuple(cute.sym_int() for _ in range(3))
         states = cute.sym_int()
@@ -423,7 +422,7 @@ class MergeKernel:
 
 @cute.jit
 def row_address(mX: cute.Tensor, *coordinates) -> Int64:
-    """Byte address of a row. The products are 64-bit: a tensor may have more than 2^31 elements."""
+    """Returns the byte address of a row, by 64-bit products: a tensor may have more than 2^31 elements."""
     offset = Int64(0)
     for i in cutlass.range_constexpr(len(coordinates)):
         offset += Int64(coordinates[i]) * Int64(mX.stride[i])
@@ -431,15 +430,15 @@ def row_address(mX: cute.Tensor, *coordinates) -> Int64:
 
 
 def state_bytes(mX: cute.Tensor) -> Int64:
-    """Bytes from a row of a state to that of the next one."""
+    """Returns the bytes from a row of a state to that row of the next state."""
     return Int64(mX.stride[0]) * (mX.element_type.width // 8)
 
 
 def _load16_or_zero(address: Int64, wanted) -> tuple:
-    """Four words from global memory, or zeros without reading.
+    """Loads four words from global memory, or returns zeros without reading.
 
-    Inline PTX because a condition around a load becomes a branch, and a branch between two loads keeps them from being
-    in flight together. Results are written last: an output may share its register with an input.
+    It is inline PTX because a condition around a load becomes a branch, and a branch between two loads keeps them from
+    being in flight together. Results are written last: an output may share its register with an input.
     """
     return cute.arch.inline_ptx(
         "{ .reg .pred p; .reg .b32 x, y, z, w;"
@@ -452,7 +451,7 @@ def _load16_or_zero(address: Int64, wanted) -> tuple:
 
 
 def _load_or_minus_inf(address: Int64, wanted) -> Float32:
-    """A float32 from global memory, or -inf without reading."""
+    """Loads a float32 from global memory, or returns -inf without reading."""
     return cute.arch.inline_ptx(
         "{ .reg .pred p; .reg .f32 x; setp.ne.b32 p, {$r1}, 0; mov.f32 x, 0fFF800000;"
         " @p ld.global.f32 x, [{$r0}]; mov.f32 {$w0}, x; }",

@@ -12,34 +12,34 @@ from cute_kernels.merge.spec import VECTOR_BYTES
 
 
 class PeerMergeKernel:
-    """This rank's rows, and those of all others, -> out (b, s, h, d), lse (b, s, h), in one launch on each rank.
+    """Rows of this rank and of all others -> out (b, s, h, d), lse (b, s, h), in one launch on each rank.
 
     A row is d values, then a float32 log-sum-exp, padded to 16 bytes. The rows of a rank are (b, s, all heads); the
     result has h heads, all of them or this rank's. CTA c of each rank has the rows c, c + CTAS, ... of a result:
 
-    1. It stores this rank's state of these rows into the buffer of each rank, its own too.
-    2. It stores a flag at each peer, with release semantics at system scope: who sees the flag sees the rows.
+    1. It stores this rank's state of these rows into the buffer of each rank, this one included.
+    2. It stores a flag at each peer, with release semantics at system scope: a rank that sees the flag sees the rows.
     3. It waits for the flags of CTA c of all peers, with acquire semantics.
     4. It merges the rows in its own buffer, in the order of ranks: the same bits every time.
 
-    The flag is the number of the launch. It is counted in device memory by the kernel, so graphs can be replayed and
-    nothing is ever reset. A buffer has two halves for odd and even launches. A rank begins launch n + 1 after it has
-    seen a flag n of every peer, which that peer stores once its launch n - 1 has ended: the half that launch n + 1
-    writes is read by nobody any more.
+    The flag is the number of the launch. The kernel counts it in device memory, so graphs can be replayed and nothing
+    is ever reset. A buffer has two halves for odd and even launches. A rank begins launch n + 1 after it has seen flag
+    n of every peer, which a peer stores once its launch n - 1 has ended: so nobody reads the half that launch n + 1
+    writes.
 
-    Every CTA that has rows stores before it waits, and waits for nothing but stores: no order of CTAs makes ranks wait
-    for each other for ever. CTAs without rows do neither (docs/journal/context_parallel.md, v2).
+    Every CTA that has rows stores before it waits, and waits only for stores: no order of CTAs makes ranks wait for
+    each other for ever. CTAs without rows do neither (docs/journal/context_parallel.md, v2).
 
-    The launch begins while the kernel before it ends. It does not let the next one begin: CTAs of that one would keep
-    exchanges of other groups on this GPU from an SM, whose peers then wait for them. The wait has a limit, because a
-    rank may have died. It then leaves the number of that rank, plus one, at `report`, in memory of the host, and traps.
+    The launch begins while the kernel before it ends. It does not let the next kernel begin: CTAs of that kernel would
+    keep exchanges of other groups on this GPU from an SM, whose peers then wait for them. The wait has a limit, because
+    a rank may have died. It then leaves the number of that rank, plus one, at `report`, in host memory, and traps.
 
     | buffer of a rank | bytes                                         |
     |------------------|-----------------------------------------------|
     | flags            | 4 x CTAS for each rank, `FLAG_BYTES` in all   |
     | half 0, half 1   | ranks x rows of a result x bytes of a row     |
 
-    No shared memory. Barriers: one after the stores, one after the wait.
+    There is no shared memory. Barriers: one after the stores, one after the wait.
     """
 
     def __init__(self, spec: PeerMergeSpec) -> None:
@@ -74,13 +74,13 @@ class PeerMergeKernel:
             rows: address of this rank's rows, (b, s, all_heads) without gaps.
             peers: address of world_size int64, the addresses of the ranks' buffers as this GPU sees them.
             counts: address of `CTAS` int32 that start at 0.
-            report: address of an int32 in memory of the host.
-            half_bytes: of half a buffer.
+            report: address of an int32 in host memory.
+            half_bytes: bytes of half a buffer.
             limit_ns: nanoseconds to wait for a peer.
             world_size: number of ranks.
-            rank: this one.
-            all_heads: of a rank's rows.
-            head_shift: rank p merges from head p x head_shift on: h, or 0 where each merges all.
+            rank: number of this rank.
+            all_heads: heads of a rank's rows.
+            head_shift: rank p merges from head p x head_shift on: h, or 0 if each rank merges all heads.
         """
         batch, s, heads = (Int32(mOut.shape[i]) for i in range(3))
         divisors = tuple(cute.fast_divmod_create_divisor_v2(n) for n in (heads, s, world_size))
@@ -106,7 +106,7 @@ class PeerMergeKernel:
         num_rows, world_size, rank, _, _ = shape
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        cute.arch.griddepcontrol_wait()  # for what kernels before this one write: rows, counters, sinks
+        cute.arch.griddepcontrol_wait()  # waits for what earlier kernels write: rows, counters, sinks
         count = cute.make_ptr(Int32, counts + 4 * Int64(cta), AddressSpace.gmem, assumed_align=4)
         epoch = count.load() + 1
         half = FLAG_BYTES + Int64(epoch & 1) * half_bytes
@@ -136,7 +136,7 @@ class PeerMergeKernel:
         cta: Int32,
         tid: Int32,
     ):
-        """Copies this rank's state of the CTA's rows, to the next rank first: not all to the same one."""
+        """Copies this rank's state of the CTA's rows, to the next rank first: ranks begin with different targets."""
         spec = self.spec
         num_rows, world_size, rank, all_heads, head_shift = shape
         by_heads, _, by_ranks = divisors
@@ -162,9 +162,9 @@ class PeerMergeKernel:
 
     @cute.jit
     def _await(self, flag: cute.Pointer, epoch: Int32, limit_ns: Int64, report: Int64, peer: Int32):
-        """Waits until the flag has come to this launch, or traps.
+        """Waits until the flag has reached this launch's number, or traps.
 
-        The peer may be one launch ahead. Any other number is an old one: CTAs without rows store no flag, so theirs may
+        The peer may be one launch ahead. Any other number is old: CTAs without rows store no flag, so their flags may
         be from 2^31 launches ago and more, and seem newer. Numbers wrap around after 2^32 launches.
         """
         begin = Int64(cute.arch.globaltimer())
@@ -211,7 +211,7 @@ class PeerMergeKernel:
             self.rows.merge_row(row, None, world_size, turn < own_rows, tid, Int32(0))
 
     def fake_arguments(self) -> tuple:
-        """What `__call__` is compiled from: any strides of the leading dimensions of the result."""
+        """Returns the arguments for compilation: any strides of the leading dimensions of the result."""
         spec = self.spec
         shape = tuple(cute.sym_int() for _ in range(3))
         strides = [cute.sym_int64(divisibility=VECTOR_BYTES * 8 // self.dtype.width) for _ in range(3)]
@@ -227,17 +227,17 @@ class PeerMergeKernel:
 
 
 def _address_of(peers: Int64, rank: Int32) -> Int64:
-    """Of a rank's buffer."""
+    """Returns the address of a rank's buffer."""
     return cute.make_ptr(Int64, peers + 8 * Int64(rank), AddressSpace.gmem, assumed_align=8).load()
 
 
 def _flag(buffer: Int64, rank: Int32, cta: Int32) -> cute.Pointer:
-    """What a CTA of a rank stores in a buffer."""
+    """Returns the flag that a CTA of a rank stores in a buffer."""
     return cute.make_ptr(Int32, buffer + 4 * Int64(rank * CTAS + cta), AddressSpace.gmem, assumed_align=4)
 
 
 def _load16(address: Int64) -> tuple:
-    """Four words from global memory."""
+    """Loads four words from global memory."""
     return cute.arch.inline_ptx(
         "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Int32] * 4,
@@ -246,7 +246,7 @@ def _load16(address: Int64) -> tuple:
 
 
 def _store16(address: Int64, words: tuple, wanted) -> None:
-    """Four words to global memory, or nothing; without a branch, which would keep loads from overlapping."""
+    """Stores four words to global memory, or nothing; without a branch, which would keep loads from overlapping."""
     cute.arch.inline_ptx(
         "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; @p st.global.v4.b32 [{$r0}], {{$r2}, {$r3}, {$r4}, {$r5}}; }",
         read_only_args=[address, Int32(wanted), *words],
@@ -254,7 +254,7 @@ def _store16(address: Int64, words: tuple, wanted) -> None:
 
 
 def _report_and_trap(report: Int64, value: Int32) -> None:
-    """Leaves a number in memory of the host, waits until it is there, and ends the launch with an error."""
+    """Writes a number to host memory, waits until it is there, and ends the launch with an error."""
     cute.arch.inline_ptx(
         "st.relaxed.sys.global.b32 [{$r0}], {$r1}; fence.sc.sys; trap;", read_only_args=[report, value]
     )

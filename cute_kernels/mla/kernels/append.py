@@ -1,4 +1,4 @@
-"""Append to a paged latent cache: quantize bf16 tokens and store each in its slot, in any format."""
+"""Append to a paged latent cache: quantizes bf16 tokens and stores each in its slot, in any format."""
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -12,7 +12,7 @@ from cute_kernels.mla.kernels.quantize import VALUES_PER_LANE, quantize
 from fp8_mla.formats import FORMATS
 
 WARP = 32
-LATENT = WARP * VALUES_PER_LANE  # elements that the lanes of a warp have, 16 each
+LATENT = WARP * VALUES_PER_LANE  # elements of a warp: each lane has 16
 
 
 class MlaAppendKernel:
@@ -31,9 +31,9 @@ class MlaAppendKernel:
 
     The rope part of v3.2 is a tail after the 512 elements: eight lanes have that of a token, 8 elements each.
 
-    A token is 1024 or 1152 bytes in and 288 to 656 out, so memory binds. No shared memory and no barriers. Where rows
-    are is said at run time, so one kernel serves planar and interleaved pages: the data row of a token is at
-    offset * data_stride in its page, its scales are at scale_offset + offset * scale_stride.
+    A token is 1024 or 1152 bytes in and 288 to 656 out, so memory binds. There is no shared memory and no barrier. The
+    launch says where rows are, so one kernel serves planar and interleaved pages: the data row of a token is at offset
+    * data_stride in its page, its scales are at scale_offset + offset * scale_stride.
     """
 
     def __init__(self, spec: MlaAppendSpec) -> None:
@@ -42,10 +42,10 @@ class MlaAppendKernel:
         self.format = FORMATS[spec.cache_format]
         self.lanes_per_tile = self.format.quant_tile // VALUES_PER_LANE
         self.code_lanes = self.format.nope_dim // VALUES_PER_LANE
-        self.code_bytes = VALUES_PER_LANE * self.format.codes.bits // 8  # of a lane
-        self.scale_type = Float32 if self.format.scales.itemsize == 4 else Uint8  # bytes, whatever they mean
+        self.code_bytes = VALUES_PER_LANE * self.format.codes.bits // 8  # code bytes of a lane
+        self.scale_type = Float32 if self.format.scales.itemsize == 4 else Uint8  # as raw bytes, whatever they mean
         self.rope_offset = self.format.rope.offset if self.format.rope else None
-        self.tail_lanes = (self.format.d_qk - LATENT) // 8  # that have elements after the first 512
+        self.tail_lanes = (self.format.d_qk - LATENT) // 8  # lanes that have elements after the first 512
 
     @cute.jit
     def __call__(
@@ -60,7 +60,7 @@ class MlaAppendKernel:
     ):
         """Launches the kernel.
 
-        Of mCache (pages, page_size, any) the first two sizes and the first stride count, in bytes, multiples of 16.
+        Two sizes and one stride of mCache (pages, page_size, any) count: the first ones; the stride is n x 16 bytes.
         """
         tokens = Int32(mKV.shape[0])
         page_size = cute.fast_divmod_create_divisor_v2(Int32(mCache.shape[1]))
@@ -88,14 +88,14 @@ class MlaAppendKernel:
         tokens = Int32(mKV.shape[0])
         first = (cta * self.warps + tid // WARP) * count
         load = cute.make_copy_atom(CopyG2ROp(), BFloat16, num_bits_per_copy=128)
-        # As decoding does: the next launch may begin once all CTAs of this one have started. Every thread waits for the
+        # As in decoding, the next launch may begin once all CTAs of this one have started. Every thread waits for the
         # kernels before this one, which write kv and slots or read the cache.
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
 
         if first < tokens:
             mine = lane % count  # the token whose rows this lane finds
-            if const_expr(self.tail_lanes > 0):  # and whose tail it copies; spare lanes repeat loads and store nothing
+            if const_expr(self.tail_lanes > 0):  # and the token whose tail it copies; spare lanes store nothing
                 mine = cutlass.min(lane // self.tail_lanes, count - 1)
             slot = mSlots[cutlass.min(first + mine, tokens - 1)]
             latent, tail = cute.make_rmem_tensor((8, 2, count), BFloat16), cute.make_rmem_tensor(8, BFloat16)
@@ -109,17 +109,17 @@ class MlaAppendKernel:
                 cute.copy(load, cute.make_tensor(source, cute.make_layout(8)), tail)
 
             if const_expr(self.lanes_per_tile == 1 and count > 1):
-                # With no shuffle in the way ptxas quantizes a token before it issues the loads of the next one.
+                # Without a shuffle in between, ptxas quantizes a token before it issues the loads of the next one.
                 cute.arch.fence_acq_rel_cta()
 
-            # No branch: ptxas moves loads of other tokens past it, where they wait for the slot.
+            # No branch: ptxas would move the loads of other tokens past it, where they wait for the slot.
             num_slots = Int64(mCache.shape[0]) * Int64(mCache.shape[1])
             exists = first + mine < tokens and slot >= 0 and slot < num_slots
             page, offset = divmod(cutlass.select_(exists, Int32(slot), Int32(0)), page_size)
             page_start = mCache.iterator.toint() + Int64(page) * Int64(mCache.stride[0])
             data_stride, scale_offset, scale_stride = rows
             data = page_start + Int64(offset) * Int64(data_stride)
-            data = cutlass.select_(exists, data, Int64(0))  # the address of the token's data row; 0: nowhere
+            data = cutlass.select_(exists, data, Int64(0))  # the address of the token's data row; 0 if it has none
             scales = page_start + Int64(scale_offset) + Int64(offset) * Int64(scale_stride)
 
             for t in cutlass.range_constexpr(count):
@@ -128,7 +128,7 @@ class MlaAppendKernel:
                 finder = t * max(self.tail_lanes, 1)  # the first lane that has found the rows
                 if const_expr(count > 1):
                     data_row = self._shuffle64(data, finder)
-                if const_expr(self.tail_lanes > 0):  # a format of one row; another shuffle takes too many registers
+                if const_expr(self.tail_lanes > 0):  # one row a token only: another shuffle takes too many registers
                     scale_row = data_row + self.format.scales.offset
                 elif const_expr(count > 1):
                     scale_row = self._shuffle64(scales, finder)
@@ -140,12 +140,12 @@ class MlaAppendKernel:
 
     @cute.jit
     def _row(self, mKV: cute.Tensor, token: Int32, tokens: Int32) -> cute.Pointer:
-        """A token's elements, or those of the last one. The product is 64-bit: kv may have more than 2^31 elements."""
+        """Returns the elements of a token, at most the last. The product is 64-bit: kv may have over 2^31 elements."""
         return mKV.iterator + cute.assume(Int64(cutlass.min(token, tokens - 1)) * Int64(mKV.stride[0]), divby=8)
 
     @cute.jit
     def _store(self, latent: cute.Tensor, codes: cute.Tensor, scale, data_row: Int64, scale_row: Int64, lane: Int32):
-        """Stores this lane's part of a token's rows, but for a tail."""
+        """Stores this lane's part of a token's rows, except the tail."""
         if const_expr(self.code_lanes == WARP):
             self._store_bytes(codes, data_row + Int64(self.code_bytes * lane), self.code_bytes)
         else:
@@ -155,7 +155,7 @@ class MlaAppendKernel:
                 rope = data_row + Int64(self.rope_offset + 2 * VALUES_PER_LANE * (lane - self.code_lanes))
                 for half in cutlass.range_constexpr(2):
                     self._store_bytes(latent[None, half], rope + 16 * half, 16)
-                scale = scale * 0  # padding of the scale row, by the first of these lanes
+                scale = scale * 0  # padding of the scale row, stored by the first of these lanes
         if lane % self.lanes_per_tile == 0:
             width = const_expr(self.format.scales.itemsize)
             pointer = cute.make_ptr(
@@ -173,13 +173,13 @@ class MlaAppendKernel:
 
     @cute.jit
     def _shuffle64(self, value: Int64, lane: int) -> Int64:
-        """`value` of another lane."""
+        """Returns another lane's `value`."""
         low = cute.arch.shuffle_sync(Int32(value & 0xFFFFFFFF), lane)
         high = cute.arch.shuffle_sync(Int32(value >> 32), lane)
         return (Int64(high) << 32) | (Int64(low) & 0xFFFFFFFF)
 
     def fake_arguments(self) -> tuple:
-        """What `__call__` is compiled from: any strides, those of kv and of pages multiples of 16 bytes."""
+        """Returns the arguments for compilation: any strides, those of kv and of pages multiples of 16 bytes."""
         tokens = cute.sym_int()
         mKV = make_fake_tensor(
             BFloat16, (tokens, self.format.d_qk), (cute.sym_int64(divisibility=8), 1), assumed_align=16

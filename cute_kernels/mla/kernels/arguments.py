@@ -1,4 +1,4 @@
-"""Arguments of a decode launch: what kernels are compiled from, what roles are given, tensors over scratch memory."""
+"""Arguments of a decode launch: fake ones for compilation, those of the roles, and tensors over scratch memory."""
 
 from typing import Any, NamedTuple
 
@@ -12,13 +12,13 @@ from cute_kernels.mla.kernels.tile import NOPE
 
 
 def fake_strided(dtype, shape: tuple, align: int) -> Any:
-    """A tensor of any strides whose last dimension is contiguous; rows are aligned to `align` bytes."""
+    """Makes a fake tensor of any strides whose last dimension is contiguous; rows are aligned to `align` bytes."""
     strides = [cute.sym_int64(divisibility=align // (dtype.width // 8)) for _ in shape[:-1]]
     return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=align)
 
 
 def fake_keys(sparse: bool, sizes: tuple) -> tuple:
-    """Indices or block table, and lengths, of a call with (batch, s_q, h_q) `sizes`."""
+    """Makes fake indices or block table, and lengths, of a call with (batch, s_q, h_q) `sizes`."""
     batch, s_q, _ = sizes
     if sparse:
         index = fake_strided(cutlass.Int32, (batch, s_q, cute.sym_int()), 4)
@@ -30,7 +30,7 @@ def fake_keys(sparse: bool, sizes: tuple) -> tuple:
 
 
 def fake_results(sizes: tuple) -> tuple:
-    """Sinks, out and log-sum-exp of a call with (batch, s_q, h_q) `sizes`."""
+    """Makes fake sinks, out and log-sum-exp of a call with (batch, s_q, h_q) `sizes`."""
     sink = make_fake_tensor(Float32, sizes[2:], (1,), assumed_align=4)
     out = fake_strided(BFloat16, (*sizes, NOPE), 16)
     lse = make_fake_tensor(Float32, sizes, tuple(cute.sym_int64() for _ in range(3)), assumed_align=4)
@@ -40,7 +40,7 @@ def fake_results(sizes: tuple) -> tuple:
 class Partials(NamedTuple):
     """Partial results of all heads in scratch memory, by (split, request, query, head); all None without a merge.
 
-    out     float16, 512 of each
+    out     float16, 512 values of a row
     lse     float32
     scales  float32, a power of two for each 64 values
     """
@@ -53,7 +53,7 @@ class Partials(NamedTuple):
 class Source(NamedTuple):
     """A cache, and where a key's rows lie in a page: a `PageLayout` of fp8_mla.formats.
 
-    mKV  (pages, tokens of a page, bytes): the first size, the second, the first stride and the address count
+    mKV  (pages, tokens of a page, bytes): only the first two sizes, the first stride and the address count
     """
 
     mKV: cute.Tensor
@@ -64,14 +64,14 @@ class Source(NamedTuple):
 
 
 class Caches(NamedTuple):
-    """What the load role reads: one source or two, and the TMA loads of the pages of the first, or ()."""
+    """Arguments of the load role: one source or two, and the TMA loads of the first source's pages, or ()."""
 
     sources: tuple
     pages: tuple
 
 
 class Sizes(NamedTuple):
-    """Numbers of a launch. num_splits of a balanced schedule: places of partials. causal: 0 or 1."""
+    """Numbers of a launch. num_splits of a balanced schedule: the number of places of partials. causal: 0 or 1."""
 
     num_splits: Int32
     work_tiles: Int32
@@ -80,7 +80,7 @@ class Sizes(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The sinks, which join the softmax last, and where results go: bf16 O and float32 log-sum-exp, or partials."""
+    """The sinks, which join the softmax last, and the targets: bf16 O and float32 log-sum-exp, or partials."""
 
     mSink: cute.Tensor
     mOut: cute.Tensor
@@ -89,20 +89,20 @@ class Results(NamedTuple):
 
 
 def uniform_partials(scratch: Int64, num_splits: Int32, batch, s_q, h_q) -> Partials:
-    """Partials of num_splits equal parts of each query."""
+    """Makes the partials of num_splits equal parts of each query."""
     per_query, per_request = Int64(h_q), Int64(h_q) * s_q  # 64 bits: a partial may exceed 2^31 values
     strides = (per_request * batch, per_request, per_query, Int64(1))
     return _partials(scratch, (num_splits, batch, s_q, h_q), strides)
 
 
 def balanced_partials(scratch: Int64, shares: Int32, batch, s_q, h_q) -> tuple[Int32, Partials]:
-    """(places, partials) of a balanced schedule: the place is the sum of a share's and a query's number."""
+    """Makes (places, partials) of a balanced schedule: the place is the sum of a share's and a query's number."""
     per_place, places = Int64(h_q), shares + batch * s_q
     return places, _partials(scratch, (places, batch, s_q, h_q), (per_place, Int64(0), Int64(0), Int64(1)))
 
 
 def _partials(scratch: Int64, shape: tuple, strides: tuple) -> Partials:
-    """Tensors of rows with these strides: all values, then all block scales, then all log-sum-exps."""
+    """Makes tensors of rows with these strides: all values, then all block scales, then all log-sum-exps."""
     value_strides, scale_strides = (
         tuple(cute.assume(stride * n, divby=n) for stride in strides) for n in (NOPE, NOPE // BLOCK_SCALE_VALUES)
     )

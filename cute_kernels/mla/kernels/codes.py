@@ -1,13 +1,13 @@
-"""Codes and scales as float16 numbers, exactly: all that depends on which codes and scales a format has.
+"""Codes and scales as exact float16 numbers: everything that depends on which codes and scales a format has.
 
-QK multiplies Q by code x scale, relative to the largest scale of the key's row. float16 holds that for any code where
-the scales of a row are within 2^-21 of the largest. PV multiplies P by code x scale relative to the unit of O
-(`ScaledValueUnits`). In a stage each code is a byte of e4m3, and one conversion makes two numbers of two of them. e2m1
-codes are expanded to that, exactly, in the stage: once, where QK and PV both read them (`Codes.expand`). With their
-scales, e4m3 numbers, they are in range of float16 as they are.
+QK multiplies Q by code x scale, relative to the largest scale of the key's row. float16 holds that for any code if the
+scales of a row are within 2^-21 of the largest. PV multiplies P by code x scale relative to the unit of O
+(`ScaledValueUnits`). In a stage each code is a byte of e4m3, and one conversion turns two of them into two numbers.
+e2m1 codes are expanded to e4m3, exactly, in the stage: once, because QK and PV both read them (`Codes.expand`). With
+their scales, e4m3 numbers, they are in range of float16 without further scaling.
 
-A subclass of `Codes` has one type of codes and one of scales, and roles ask `of` for that of a format. So a format with
-other codes or scales is one more subclass and its line in `TYPES`; no other file here says what a format has.
+A subclass of `Codes` has one type of codes and one of scales; roles ask `of` for the subclass of a format. A format
+with other codes or scales is one more subclass and its line in `TYPES`; no other file here knows what a format has.
 """
 
 import functools
@@ -26,30 +26,30 @@ from cute_kernels.mla.spec import LINE_BYTES, MASKED_SCALE, TOKENS_PER_TILE, Mla
 from fp8_mla.formats import TokenFormat
 
 TOP_FIELD = 22  # exponent field in float16 of a row's largest scale: 2^7, so the smallest normal one is 2^-14
-MIN_TOP, MAX_TOP = 60, 167  # ue8m0: smaller rows count as 2^-67, where rope parts still fit; above 2^40 S may not
+MIN_TOP, MAX_TOP = 60, 167  # ue8m0: smaller rows count as 2^-67, where rope parts still fit; above 2^40 S may overflow
 NAN_BYTE = 255  # the ue8m0 byte that means NaN
-FIELD = 0x04000400  # one of the exponent, in two float16 numbers
-ROPE_UNIT = 2.0**-2  # of O of a rope part: float16 holds rope / ROPE_UNIT of MIN_ROPE to MAX_ROPE
+FIELD = 0x04000400  # one step of the exponent, in two float16 numbers
+ROPE_UNIT = 2.0**-2  # unit of O of a rope part: float16 holds rope / ROPE_UNIT of MIN_ROPE to MAX_ROPE
 ROPE_WEIGHTS = 0x40804080  # 1 / ROPE_UNIT as bfloat16, twice
 FP4_WEIGHT, FP4_WEIGHTS = 2.0**4, 0x4C004C00  # QK: times any e2m1 code and e4m3 scale it is in range; as two float16
 FP4_ROOM = 6  # codes are up to 6, not 448, so weights of V may be 2^6 larger
 MAX_FP4_UNIT = 5  # the largest exponent of a unit whose window has all e4m3 scales
 ABOVE_BYTE = 16  # `above_byte` of a unit of exponent 0
-FP4_MIN_EXPONENT = -9  # of the smallest e4m3 scale, and of the smallest unit whose power float16 holds
+FP4_MIN_EXPONENT = -9  # exponent of the smallest e4m3 scale, and of the smallest unit whose power float16 holds
 EMPTY = 1000  # an exponent beyond any
 LOW_MAGNITUDES, HIGH_MAGNITUDES = 0x3C383000, 0x4C484440  # e4m3 bytes of the e2m1 numbers 0, 0.5, 1, 1.5; 2, 3, 4, 6
 BYTE_PAIRS = (0x5140, 0x7362)  # PRMT: two values of two keys, for rows m even and odd
-EXPANDED_ROWS = 4  # that a lane reads at once
+EXPANDED_ROWS = 4  # rows that a lane reads at once
 TOP_BITS = -0x7F7F7F80  # 0x80808080
 
 
 class RowFactors(NamedTuple):
     """Powers of two that keep a row of keys in range of float16 for QK.
 
-    offset  what `multiplier` adds to scales
-    factor  S times this is that of the row
-    rope    what its rope part is multiplied by, a pair of bfloat16
-    fits    1 if float16 holds all of the row
+    offset  addend of scales in `multiplier`
+    factor  S times this is the row's S
+    rope    factor of the row's rope part, a pair of bfloat16
+    fits    1 if float16 holds the whole row
     """
 
     offset: Int32
@@ -59,15 +59,15 @@ class RowFactors(NamedTuple):
 
 
 class Codes:
-    """Device code for one format: how its codes and scales lie in a stage, and the numbers that they mean.
+    """Device code for one format: how its codes and scales lie in a stage, and which numbers they mean.
 
-    QK reads codes in chunks of 64 columns, 16 codes of each of a thread's two rows. They share a scale. A line is 128
+    QK reads codes in chunks of 64 columns: 16 codes of each of a thread's two rows, which share a scale. A line is 128
     bytes of a row.
 
-    quant_tiles    those that `chunk_multiplier` knows
+    quant_tiles    sizes of quant tiles that `chunk_multiplier` supports
     line_parts     a row's last line may be incomplete: code bytes are a multiple of this
     masked_scales  a word of the scales of a masked key, which fit the units of its tile; its codes are zeros
-    room           exponents that a scale may be above that of its unit
+    room           exponents by which a scale may exceed its unit
     least_unit     the smallest exponent of a unit
     """
 
@@ -88,7 +88,7 @@ class Codes:
     # ---- the row of a key
 
     def rest_chunk(self, chunk: Any) -> Any:
-        """Where a chunk of 16 bytes of a row's incomplete line lies in that line, so that QK reads without conflicts.
+        """Returns where a 16-byte chunk of an incomplete line lies in that line, so that QK has no bank conflicts.
 
         Raises:
             ValueError: the format's lines are complete.
@@ -97,89 +97,89 @@ class Codes:
 
     @property
     def expands(self) -> bool:
-        """Whether a row's bytes are other codes, which `expand` replaces in the stage."""
+        """Whether a row's bytes are other codes than e4m3, which `expand` replaces in the stage."""
         return expands(self.kind)
 
     @property
     def first_line(self) -> int:
-        """The line of a stage where a row's bytes are copied to."""
+        """The line of a stage to which a row's first bytes are copied."""
         return 0
 
     def expand(self, start: Int32, rows: int, tid: Int32) -> None:
-        """Replaces the rows of a warp, 16 or 8, which their copies have left in a stage, by e4m3 codes.
+        """Replaces the rows of a warp, 16 or 8, which copies have left in a stage, by e4m3 codes.
 
-        Called by whole warps, once these rows are there for each lane. `start` is the address of the stage.
+        Called by whole warps, once each lane sees these rows. `start` is the address of the stage.
         """
         raise NotImplementedError
 
     def scale_mask(self, index: int) -> int:
-        """Of word `index` of a key's scales the bytes that are no padding."""
+        """Returns a mask of the bytes in word `index` of a key's scales that are not padding."""
         count = min(max(self.kind.num_scales - 4 * index, 0), 4)
         return (1 << 8 * count) - 1 if count < 4 else -1
 
     # ---- what QK reads
 
     def load_row_scales(self, smem, spec: MlaDecodeSpec, stage: Int32, key: Int32, tid: Int32) -> cute.Tensor:
-        """The words of a key's scales that `chunk_multiplier` takes."""
+        """Loads the words of a key's scales that `chunk_multiplier` takes."""
         raise NotImplementedError
 
     def scale_place(self, c: int, tid: Int32) -> tuple[int, Any]:
-        """Which word, and which of its bytes, has the scale of a thread's codes in chunk c; see `scale_index`."""
+        """Returns which word, and which byte of it, has the scale of a thread's codes in chunk c; see `scale_index`."""
         raise NotImplementedError
 
     def row_factors(self, words: cute.Tensor) -> RowFactors:
-        """What QK multiplies a row by, from the words of its scales."""
+        """Returns the factors that QK applies to a row, from the words of its scales."""
         raise NotImplementedError
 
     def chunk_multiplier(self, words: cute.Tensor, factors: RowFactors, c: int, tid: Int32) -> Int32:
-        """What a thread's codes of a row in chunk c are multiplied by, as two float16 numbers."""
+        """Returns the factor of a thread's codes of a row in chunk c, as two float16 numbers."""
         word, byte = self.scale_place(c, tid)
         return self.multiplier(words[word], factors.offset, byte)
 
     def chunk_multipliers(self, words: cute.Tensor, factors: RowFactors, c: int, tid: Int32) -> Int32:
-        """Those of chunks c and c + 1, whose scales are in one word, as a pair of float16."""
+        """Returns the factors of chunks c and c + 1, whose scales are in one word, as a pair of float16."""
         (word, byte), (same, second) = self.scale_place(c, tid), self.scale_place(c + 1, tid)
         if same != word:
             raise ValueError(f"scales: got those of two chunks of {self.kind.name} in two words; needs one word")
         return self.multiplier(words[word], factors.offset, byte, second)
 
     def scale_index(self, c: Any, lane: Any) -> Any:
-        """Which scale of a row the 16 codes have that a lane of four has in chunk c.
+        """Returns which scale of a row belongs to the 16 codes that a lane of four has in chunk c.
 
-        Lanes have pieces 0, 1, 4, 5 of 16 codes of 128 for even c, 2, 3, 6, 7 for odd c.
+        Lanes have pieces 0, 1, 4, 5 of 16 codes of 128 for even c, and pieces 2, 3, 6, 7 for odd c.
         """
         return (c // 2 * 8 + code_chunk(lane, c % 2)) // (self.kind.quant_tile // 16)
 
     # ---- scales
 
     def multiplier(self, word: Int32, offset: Int32, byte: Any, second: Any = None) -> Int32:
-        """What codes of two scale bytes of a word are multiplied by, as two float16 numbers; None: of one byte."""
+        """Returns the factor of codes with two scale bytes of a word (one without `second`), as two float16 numbers."""
         raise NotImplementedError
 
     def scale_of(self, byte: Int32) -> Float32:
-        """The scale that a byte means."""
+        """Returns the scale that a byte means."""
         raise NotImplementedError
 
     def exponent(self, byte: Int32) -> Int32:
-        """floor(log2) of the scale that a byte means, less `room`. 0 is `-EMPTY`: its codes count for nothing."""
+        """Returns floor(log2) of a byte's scale, less `room`. For 0 it is `-EMPTY`: its codes do not count."""
         raise NotImplementedError
 
     def misfits(self, word: Int32, tops: Int32, above: Int32) -> Int32:
-        """Not 0 if one of the four scales of a word does not fit its unit; see `ScaledValueUnits` for the others."""
+        """Returns nonzero if one of a word's four scales does not fit its unit; arguments are in `ScaledValueUnits`."""
         raise NotImplementedError
 
     def is_small(self, word: Int32, tops: Int32) -> Int32:
-        """Not 0 if one of the four scales of a word, which fit, is so small that partials need block scales."""
+        """Returns nonzero if one of a word's four scales, all fitting, is so small that partials need block scales."""
         return Int32(0)
 
     def fitted(self, word: Int32, tops: Int32) -> Int32:
-        """A word of scales for `value_weights`, some of which do not fit: their weights are 0, as those of zeros."""
+        """Returns a word of scales for `value_weights`; scales that do not fit get weights of 0, like zeros."""
         return word
 
     def value_weights(self, word: Int32, tops: Int32, power: Int32) -> cute.Tensor:
-        """Weights of V of the four scales of a word, which fit, as two words of float16.
+        """Returns the weights of V for a word's four scales, all fitting, as two words of float16.
 
-        `power` is that of their unit, where all have one, as float16, twice.
+        `power` is that of their common unit, if they have one, as float16, twice.
         """
         raise NotImplementedError
 
@@ -188,7 +188,7 @@ class Codes:
 
 
 def byte_pair(word: Int32, byte: Any, second: Any = None) -> Int32:
-    """Two bytes of a word, or one twice, as two 16-bit numbers."""
+    """Returns two bytes of a word, or one twice, as two 16-bit numbers."""
     places = byte * 0x0101 if second is None else byte + second * 0x0100
     return Int32(cute.arch.prmt(word, Int32(0), Int32(0x4040) + places))
 
@@ -197,7 +197,7 @@ def byte_pair(word: Int32, byte: Any, second: Any = None) -> Int32:
 
 
 def e4m3_pairs(word: Int32) -> tuple[Int32, Int32]:
-    """Four e4m3 numbers as two pairs of float16."""
+    """Converts four e4m3 numbers to two pairs of float16."""
     numbers, wide = cute.make_rmem_tensor(4, Float8E4M3FN), cute.make_rmem_tensor(4, Float16)
     cute.recast_tensor(numbers, Int32)[0] = word
     wide.store(numbers.load().to(Float16))
@@ -207,7 +207,7 @@ def e4m3_pairs(word: Int32) -> tuple[Int32, Int32]:
 
 @cute.jit
 def scale_to_bfloat16(pair: Int32, first: Float32, second: Float32) -> Int32:
-    """A pair of float16 times a scale each, as bfloat16: exact for codes and their scales, within its range."""
+    """Multiplies each of a pair of float16 by its scale; bfloat16, exact for codes and scales within its range."""
     codes, numbers = cute.make_rmem_tensor(2, Float16), cute.make_rmem_tensor(2, BFloat16)
     cute.recast_tensor(codes, Int32)[0] = pair
     scaled = cute.make_rmem_tensor(2, Float32)
@@ -220,15 +220,15 @@ def scale_to_bfloat16(pair: Int32, first: Float32, second: Float32) -> Int32:
 
 
 def chunk_place(c: Any, tid: Any) -> tuple[Any, Any]:
-    """Of a thread's codes of its first row in chunk c: the offset in its line's 64 rows, and that of the line."""
+    """Returns, for a thread's first row and chunk c, the offset in the line's 64 rows and the line's offset."""
     line = line_offset(key_of_row(tid, 0), code_chunk(tid % 4, 0)) ^ (32 * (c % 2))
     return line, c // 2 * (TOKENS_PER_TILE * LINE_BYTES)
 
 
 def row_numbers(raw: cute.Tensor, r: int) -> cute.Tensor:
-    """The 16 codes of row r of a thread, as loaded, as eight pairs of float16 in their order.
+    """Converts the 16 codes of row r of a thread, as loaded, to eight pairs of float16 in their order.
 
-    One conversion of 16 bytes: four of a word each give ptxas another order.
+    One conversion for all 16 bytes: with four, of a word each, ptxas chooses another order.
     """
     wide = cute.make_rmem_tensor(16, Float16)
     wide.store(raw[None, r].load().to(Float16))
@@ -237,7 +237,7 @@ def row_numbers(raw: cute.Tensor, r: int) -> cute.Tensor:
 
 @cute.jit
 def widen_values(raw: cute.Tensor, m: cutlass.Constexpr, half: cute.Tensor):
-    """Eight numbers of A of row block m, float16: rows g and g + 8, keys 2 q and on and 2 q + 8 and on."""
+    """Converts eight numbers of A of row block m to float16: rows g and g + 8, keys 2 q and on and 2 q + 8 and on."""
     for i in cutlass.range_constexpr(2):
         codes = cute.make_rmem_tensor(4, Float8E4M3FN)
         words = cute.recast_tensor(codes, Int32)
@@ -246,7 +246,7 @@ def widen_values(raw: cute.Tensor, m: cutlass.Constexpr, half: cute.Tensor):
 
 
 def value_operand(raw: cute.Tensor, m: int, operand: cute.Tensor) -> None:
-    """A of row block m, from eight codes of each of four keys: rows g and g + 8, keys 2 q, 2 q + 8 and on."""
+    """Makes A of row block m from eight codes of each of four keys: rows g and g + 8, keys 2 q, 2 q + 8 and on."""
     half = cute.make_rmem_tensor(8, Float16)
     widen_values(raw, m, half)
     words = cute.recast_tensor(half, Int32)
@@ -259,7 +259,7 @@ def value_operand(raw: cute.Tensor, m: int, operand: cute.Tensor) -> None:
 
 @cute.jit
 def rope_to_float16(word: Int32) -> Int32:
-    """A pair of bfloat16 over ROPE_UNIT, as float16."""
+    """Divides a pair of bfloat16 by ROPE_UNIT and converts it to float16."""
     bits, pair = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Float16)
     bits[0], bits[1] = word << 16, word & -0x10000
     pair.store((cute.recast_tensor(bits, Float32).load() * (1.0 / ROPE_UNIT)).to(Float16))
@@ -268,7 +268,7 @@ def rope_to_float16(word: Int32) -> Int32:
 
 @cute.jit
 def rope_to_bfloat16(word: Int32) -> Int32:
-    """A pair of float16 as bfloat16, still over ROPE_UNIT."""
+    """Converts a pair of float16 to bfloat16, still divided by ROPE_UNIT."""
     pair, numbers = cute.make_rmem_tensor(2, Float16), cute.make_rmem_tensor(2, BFloat16)
     cute.recast_tensor(pair, Int32)[0] = word
     numbers.store(pair.load().to(Float32).to(BFloat16))
@@ -277,7 +277,7 @@ def rope_to_bfloat16(word: Int32) -> Int32:
 
 @cute.jit
 def rope_over_unit(word: Int32, is_float16: cutlass.Boolean) -> Int32:
-    """A pair of rope numbers over ROPE_UNIT as bfloat16: from `rope_to_float16`, or as they came."""
+    """Returns a pair of rope numbers / ROPE_UNIT as bfloat16, from `rope_to_float16` or unconverted."""
     numbers = pairs.multiply_bfloat16(word, registers.opaque(Int32(ROPE_WEIGHTS)))
     if is_float16:
         numbers = rope_to_bfloat16(word)
@@ -288,14 +288,14 @@ def rope_over_unit(word: Int32, is_float16: cutlass.Boolean) -> Int32:
 
 
 class FloatScales(Codes):
-    """e4m3 codes with float32 scales. `QkWarpgroups` and `PvWarpgroups` read them; the loader alone asks this class."""
+    """e4m3 codes with float32 scales. `QkWarpgroups` and `PvWarpgroups` read them; only the loader asks this class."""
 
     quant_tiles = (128,)
     masked_scales = pairs.float_bits(MASKED_SCALE)
 
 
 class E4m3Codes(Codes):
-    """e4m3 codes with ue8m0 scales. A thread reads 16 bytes of a row: a piece of a line of 128 codes or of half one."""
+    """e4m3 codes with ue8m0 scales. A thread reads 16 bytes of a row: a piece of a line or half line of codes."""
 
     quant_tiles = (32, 64)
     line_parts = LINE_BYTES // 2
@@ -306,17 +306,17 @@ class E4m3Codes(Codes):
         self.chunks = kind.codes.count // BLOCK_COLUMNS
 
     def rest_chunk(self, chunk: Any) -> Any:
-        """Chunks 0 to 3 of half a line lie where QK reads 0, 1, 4 and 5, four lanes at a time."""
+        """Puts chunks 0 to 3 of half a line where QK reads 0, 1, 4 and 5, four lanes at a time."""
         return chunk % 2 + chunk // 2 * 4
 
     def load_row_scales(self, smem, spec: MlaDecodeSpec, stage: Int32, key: Int32, tid: Int32) -> cute.Tensor:
-        """All."""
+        """Loads all scales of the key."""
         words = cute.make_rmem_tensor(scale_row(self.kind) // 4, Int32)
         scale_words(smem, spec, stage, key, 0, words)
         return words
 
     def scale_place(self, c: int, tid: Int32) -> tuple[int, Any]:
-        """Of the two or four scales for each 128 codes."""
+        """Finds one of the two or four scales for each 128 codes."""
         upper = tid % 4 // 2
         if self.half_line and c + 1 == self.chunks:
             last = self.kind.num_scales - 1
@@ -326,15 +326,15 @@ class E4m3Codes(Codes):
         return c // 2, 2 * upper + c % 2
 
     def scale_index(self, c: Any, lane: Any) -> Any:
-        """Lanes have pieces 0 to 3 of half a line."""
+        """Differs from the base class in half a line, where lanes have pieces 0 to 3."""
         index = super().scale_index(c, lane)
         return cutlass.min(index, self.kind.num_scales - 1) if self.half_line else index
 
     def row_factors(self, words: cute.Tensor) -> RowFactors:
-        """From the largest and the smallest byte of the row. A row of zeros, masked or unwritten, has codes of 0."""
+        """Uses the largest and the smallest byte of the row. A row of zeros, masked or unwritten, has codes of 0."""
         largest = smallest = Int32(0)
         for i in range(cute.size(words)):
-            for part in (0, 8):  # even bytes, odd ones
+            for part in (0, 8):  # even bytes, then odd ones
                 mask = self.scale_mask(i) >> part & 0x00FF00FF
                 low = (words[i] >> part) & mask
                 high = low | (0x00FF00FF & ~mask)
@@ -355,25 +355,25 @@ class E4m3Codes(Codes):
         )
 
     def multiplier(self, word: Int32, offset: Int32, byte: Any, second: Any = None) -> Int32:
-        """The byte is the exponent."""
+        """Adds `offset` to the exponent field that the byte is."""
         return byte_pair(word, byte, second) * 1024 + offset
 
     def exponent(self, byte: Int32) -> Int32:
-        """The byte is the exponent."""
+        """Returns the exponent: the byte less its bias."""
         return cutlass.select_(byte == 0, Int32(-EMPTY), byte - 127)
 
     def misfits(self, word: Int32, tops: Int32, above: Int32) -> Int32:
-        """Bytes from 20 below that of the unit on fit. One subtraction of words: a borrow begins where one does not."""
+        """Finds bytes that are not 0 to 20 below their unit's: a borrow of one subtraction of words begins there."""
         below = tops - word
         return ((below & 0x7F7F7F7F) + 0x01010101 * (127 - 20) | below) & TOP_BITS
 
     def is_small(self, word: Int32, tops: Int32) -> Int32:
-        """From 12 to 20 below that of the unit, times small codes: their sum over V_UNIT, as float16, loses digits."""
+        """Finds scales 12 to 20 below their unit: times small codes, their sum over V_UNIT loses digits as float16."""
         below = tops - word
         return (below + 0x01010101 * (128 - 12)) & (below + 0x01010101 * (127 - 20) ^ -1) & TOP_BITS
 
     def fitted(self, word: Int32, tops: Int32) -> Int32:
-        """A byte 21 below that of its unit has a field of 0."""
+        """Replaces bytes that do not fit by 21 below their unit's, whose exponent field is 0."""
         result = Int32(0)
         for i in range(4):
             byte, top = (word >> 8 * i) & 0xFF, (tops >> 8 * i) & 0xFF
@@ -382,14 +382,14 @@ class E4m3Codes(Codes):
         return result
 
     def value_weights(self, word: Int32, tops: Int32, power: Int32) -> cute.Tensor:
-        """Exponent fields from 1 to 21: 2^-14 to 2^6."""
+        """Makes exponent fields from 1 to 21: 2^-14 to 2^6."""
         fields, weights = 0x15151515 - (tops - word), cute.make_rmem_tensor(2, Int32)
         for i in range(2):
             weights[i] = byte_pair(fields, Int32(2 * i), Int32(2 * i + 1)) * 1024
         return weights
 
     def scale_of(self, byte: Int32) -> Float32:
-        """2 ** (byte - 127); 0 is a subnormal number."""
+        """Returns 2 ** (byte - 127); 0 is a subnormal number."""
         word = cute.make_rmem_tensor(1, Int32)
         bits = cutlass.select_(byte == 0, Int32(1 << 22), byte << 23)
         word[0] = Int32(cutlass.select_(byte == NAN_BYTE, Int32(0x7FFFFFFF), bits))
@@ -400,7 +400,7 @@ class E4m3Codes(Codes):
 
 
 class E2m1Codes(Codes):
-    """e2m1 codes, two a byte, with e4m3 scales. The two lines of a row are expanded to four of e4m3 codes."""
+    """e2m1 codes, two a byte, with e4m3 scales. The two lines of a row are expanded to four lines of e4m3 codes."""
 
     quant_tiles = (16,)
     room = FP4_ROOM
@@ -414,11 +414,11 @@ class E2m1Codes(Codes):
 
     @property
     def first_line(self) -> int:
-        """In the last lines of those that it is expanded to."""
+        """The first of the last lines of a row: bytes are copied there, and expanded to all its lines."""
         return (self.kind.codes.count - self.kind.codes.num_bytes) // LINE_BYTES
 
     def places(self, rows: int, tid: Any) -> tuple[Any, Any]:
-        """Offsets in a stage of the 8 bytes that a lane reads of the first row of its warp, and of the 16 it writes."""
+        """Returns stage offsets of the 8 bytes that a lane reads, for its warp's first row, and of the 16 it writes."""
         lane, line = tid % 32, TOKENS_PER_TILE * LINE_BYTES
         first = tid // 32 * rows
         read = (self.first_line + lane // 16) * line + line_offset(first, lane % 16 // 2) + lane % 2 * 8
@@ -426,9 +426,9 @@ class E2m1Codes(Codes):
 
     @cute.jit
     def expand(self, start: Int32, rows: cutlass.Constexpr, tid: Int32):
-        """A row at a time: each lane reads 8 bytes, then writes 16, without bank conflicts.
+        """Expands a row at a time: each lane reads 8 bytes, then writes 16, without bank conflicts.
 
-        A row is expanded where it lies, so no lane writes to a row before all have read their part of it.
+        A row is expanded in place, so no lane writes to it before all have read their part.
         """
         read, written = self.places(rows, tid)
         source, target = start + read, start + written
@@ -448,7 +448,7 @@ class E2m1Codes(Codes):
                     cute.autovec_copy(expanded, cute.make_tensor(words, cute.make_layout(4)))
 
     def load_row_scales(self, smem, spec: MlaDecodeSpec, stage: Int32, key: Int32, tid: Int32) -> cute.Tensor:
-        """Of the 8 for each 128 codes the 4 that a lane needs."""
+        """Loads the 4 scales that a lane needs, out of 8 for each 128 codes."""
         words, one = cute.make_rmem_tensor(4, Int32), cute.make_rmem_tensor(1, Int32)
         for j in range(4):
             scale_words(smem, spec, stage, key, 8 * j + tid % 4 // 2 * 4, one)
@@ -456,44 +456,44 @@ class E2m1Codes(Codes):
         return words
 
     def scale_place(self, c: int, tid: Int32) -> tuple[int, Any]:
-        """A scale for each 16 codes."""
+        """Finds the scale, one for each 16 codes."""
         return c // 2, tid % 2 + 2 * (c % 2)
 
     def row_factors(self, words: cute.Tensor) -> RowFactors:
-        """Any scale is in range; NaN is a NaN."""
+        """Returns the same factors for all rows: any scale is in range; a NaN scale stays NaN."""
         return RowFactors(Int32(0), Float32(1.0 / FP4_WEIGHT), Int32(0), Int32(1))
 
     def multiplier(self, word: Int32, offset: Int32, byte: Any, second: Any = None) -> Int32:
-        """Converted, then multiplied."""
+        """Converts the scales, then multiplies them by FP4_WEIGHT."""
         places = byte * 0x1111 if second is None else byte + second * 0x10
         pair = e4m3_pairs(Int32(cute.arch.prmt(word, Int32(0), places)))[0]
-        return pairs.multiply_half(pair, registers.opaque(Int32(FP4_WEIGHTS)))  # `mul` takes registers alone
+        return pairs.multiply_half(pair, registers.opaque(Int32(FP4_WEIGHTS)))  # `mul` takes only registers
 
     def exponent(self, byte: Int32) -> Int32:
-        """That of e4m3; smaller numbers count as its smallest one."""
+        """Returns the exponent of the e4m3 number; subnormal ones count as the smallest, 2^-9."""
         magnitude = byte & 0x7F
         exponent = cutlass.select_(magnitude < 8, Int32(FP4_MIN_EXPONENT), (magnitude >> 3) - 7) - FP4_ROOM
         return cutlass.select_(magnitude == 0, Int32(-EMPTY), exponent)
 
     def misfits(self, word: Int32, tops: Int32, above: Int32) -> Int32:
-        """Magnitudes above 127 - `above` do not fit."""
+        """Finds magnitudes above 127 - `above`, which do not fit."""
         return ((word & 0x7F7F7F7F) + above) & TOP_BITS
 
     def value_weights(self, word: Int32, tops: Int32, power: Int32) -> cute.Tensor:
-        """Converted, times the power of their unit, which is that of all four."""
+        """Converts the scales and multiplies them by the power of their unit, which all four share."""
         weights, (low, high) = cute.make_rmem_tensor(2, Int32), e4m3_pairs(word)
         weights[0], weights[1] = pairs.multiply_half(low, power), pairs.multiply_half(high, power)
         return weights
 
     def scale_of(self, byte: Int32) -> Float32:
-        """An e4m3 number."""
+        """Returns the e4m3 number that the byte is."""
         numbers = cute.make_rmem_tensor(4, Float8E4M3FN)
         cute.recast_tensor(numbers, Int32)[0] = byte
         return numbers.load().to(Float32)[0]
 
 
 def above_byte(unit: Int32) -> Any:
-    """127 less the largest e4m3 scale that fits a unit of that exponent; where smaller scales may not, only 0 does."""
+    """Returns 127 less the largest e4m3 scale that fits a unit of exponent `unit`; if smaller scales may not, 127."""
     above = cutlass.max(ABOVE_BYTE - 8 * unit, 0)
     none = Int32(127)
     above = cutlass.select_(unit < FP4_MIN_EXPONENT, none, above)
@@ -501,13 +501,13 @@ def above_byte(unit: Int32) -> Any:
 
 
 def row_place(first: Any, row: Any) -> Any:
-    """Where bytes of one of eight rows lie, if those of the first are at `first`: see `line_offset`."""
+    """Returns the place of a byte in one of eight rows, given its place `first` in the first row: see `line_offset`."""
     return (first ^ (16 * row)) + LINE_BYTES * row
 
 
 def expand_word(word: Int32) -> tuple[Int32, Int32]:
-    """Eight e2m1 codes, the first in the lowest bits, as two words of e4m3 codes: magnitudes by table, then signs."""
-    magnitudes, moved = word & 0x77777777, word << 4  # the first code of each byte has its sign where the second has
+    """Converts eight e2m1 codes, lowest bits first, to two words of e4m3 codes: magnitudes by table, then signs."""
+    magnitudes, moved = word & 0x77777777, word << 4  # each first code's sign moves to the place of the second's
     low = Int32(cute.arch.prmt(Int32(LOW_MAGNITUDES), Int32(HIGH_MAGNITUDES), magnitudes))
     high = Int32(cute.arch.prmt(Int32(LOW_MAGNITUDES), Int32(HIGH_MAGNITUDES), magnitudes >> 16))
     low |= Int32(cute.arch.prmt(moved, word, Int32(0x5140))) & TOP_BITS
@@ -522,15 +522,15 @@ TYPES: Final[Mapping[tuple[str, str], type[Codes]]] = {
     ("float8_e4m3fn", "float8_e8m0fnu"): E4m3Codes,
     ("float4_e2m1fn_x2", "float8_e4m3fn"): E2m1Codes,
 }
-"""By the dtypes of codes and scales."""
+"""The class of device code, by the dtypes of codes and scales."""
 
 
 @functools.cache
 def of(kind: TokenFormat) -> Codes:
-    """Device code for the codes and scales of a format.
+    """Returns the device code for the codes and scales of a format.
 
     Raises:
-        ValueError: there is none for its types, its quant tile or its size.
+        ValueError: there is none for the format's types, quant tile or size.
     """
     dtypes = (kind.codes.dtype, kind.scales.dtype)
     if dtypes not in TYPES:

@@ -1,4 +1,4 @@
-"""Q as float16, in place and in the order in which a thread reads keys."""
+"""Converts Q to float16, in place and in the order in which a thread reads keys."""
 
 from typing import Any
 
@@ -13,18 +13,18 @@ from cute_kernels.mla.kernels.smem import WARPS
 from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS, QUANT_TILE, ROPE
 from cute_kernels.mla.spec import MlaDecodeSpec
 
-TOP_EXPONENT = 14  # of a head's largest number in float16: just below 2^15
-ROPE_EXPONENT = 60  # of a head's largest rope number in bfloat16, at most
+TOP_EXPONENT = 14  # exponent of a head's largest number in float16: just below 2^15
+ROPE_EXPONENT = 60  # exponent of a head's largest rope number in bfloat16, at most
 MAX_EXPONENT = 110  # powers of two up to this size, times softmax_scale too, are normal float32 numbers
-QUIET_EXPONENT = -8  # a block below 2^-8 of float16 loses bits of bfloat16
+QUIET_EXPONENT = -8  # a block of peak below 2^-8 in float16 loses bits of bfloat16
 HALF = QUANT_TILE // 2
 LEAST_UNIT = 2.0**-126  # a unit of 0 would make NaN of a masked score, -inf
 
 
 def code_chunk(lane, half):
-    """Of the eight chunks of 16 codes in a quant tile of a row, the one that lane 0 to 3 of its row has in a half.
+    """Returns which of the eight chunks of 16 codes in a row's quant tile belongs to lane 0 to 3 of the row in a half.
 
-    See `line_offset` for the banks that they meet.
+    See `line_offset` for the banks of these chunks.
     """
     return lane % 2 + lane // 2 * 4 + 2 * half
 
@@ -32,15 +32,15 @@ def code_chunk(lane, half):
 class QConverter:
     """Device code for all threads of the QK warpgroups. `warp_idx` counts through all of them, `tid` within one.
 
-    The order of columns in a product is free: the 16 codes that a thread reads at once are its part of four blocks of
-    16 columns, so Q is stored in that order as it becomes float16, and its rope part likewise.
+    The order of columns in a product is free. The 16 codes that a thread reads at once are its part of four blocks of
+    16 columns, so the conversion to float16 stores Q in that order, and the rope part likewise.
 
-    The last block of V4 is 64 columns of codes, and the rope part.
+    The last block of V4 has 64 columns of codes, and then the rope part.
 
     Each head is multiplied by a power of two that brings its largest number to 2^TOP_EXPONENT; the softmax divides by
-    it (`smem.q_unit`). So float16 is exact where it matters: numbers 2^-22 below a head's largest lose bits. Where a
-    whole block of 128 columns is that small, it has a power of its own: scales of keys may make up for it. Slow key
-    tiles multiply by all powers themselves, `smem.q_power`, as one for a head may leave float32's range there.
+    it (`smem.q_unit`). So float16 is exact where it matters: numbers 2^-22 below a head's largest lose bits. A whole
+    block of 128 columns that small has a power of its own, because scales of keys may make up for it. Slow key tiles
+    multiply by all powers themselves, `smem.q_power`, because one power per head may leave float32's range there.
     """
 
     def __init__(self, spec: MlaDecodeSpec):
@@ -48,19 +48,19 @@ class QConverter:
         self.heads = spec.heads
         self.warpgroups = spec.qk_warpgroups
         self.threads = 128 * spec.qk_warpgroups
-        columns = spec.token_format.codes.count  # that meet codes
-        self.blocks = -(-columns // QUANT_TILE)  # of 128 columns
-        self.ends_in_half = columns % QUANT_TILE != 0  # and the rope part is the other half of the last block
-        self.rope_start = columns // 8 if spec.has_rope else None  # its first chunk of eight numbers
+        columns = spec.token_format.codes.count  # columns that meet codes
+        self.blocks = -(-columns // QUANT_TILE)  # blocks of 128 columns
+        self.ends_in_half = columns % QUANT_TILE != 0  # the other half is the rope part
+        self.rope_start = columns // 8 if spec.has_rope else None  # first chunk of eight numbers
 
     @cute.jit
     def prepare(self, smem, scale_log2: Float32, load: Int32, warp_idx: Int32, tid: Int32) -> Int32:
-        """Converts the Q of a work tile, that of the load-th load; returns 1 if key tiles take `slow_tile`, else 0.
+        """Converts the Q of a work tile, from the load-th load; returns 1 if key tiles take `slow_tile`, else 0.
 
-        They do where blocks of 128 columns have powers of their own (`smem.q_power`). No QK is under way.
+        They take it if blocks of 128 columns have powers of their own (`smem.q_power`). No QK is running meanwhile.
 
-        Two passes over shared memory, the largest magnitudes first: to keep numbers in registers in between would take
-        72 for each 144.
+        It passes twice over shared memory, first for the largest magnitudes: keeping numbers in registers in between
+        would take 72 registers for each 144 numbers.
         """
         sPeak = cute.make_tensor(smem.q_peak.data_ptr(), cute.make_layout((self.heads, self.blocks + 1)))
         sPower = cute.make_tensor(smem.q_power.data_ptr(), cute.make_layout((self.heads, self.blocks)))
@@ -75,7 +75,7 @@ class QConverter:
             for row in cutlass.range(self.first_rope_row(first), self.heads, self.threads, unroll=1):
                 sPeak[row, self.blocks] = self.peak(smem, row, self.rope_start, ROPE // 8)
         cute.arch.barrier(barrier_id=NamedBarrier.QK, number_of_threads=self.threads)
-        sign = cutlass.select_(scale_log2 < 0.0, Float32(-1.0), Float32(1.0))  # in Q, so that units are positive
+        sign = cutlass.select_(scale_log2 < 0.0, Float32(-1.0), Float32(1.0))  # part of Q: units are positive
         fits = Int32(1)
         for index in cutlass.range(first, self.heads * self.blocks, self.threads, unroll=1):
             row, block = index % self.heads, index // self.heads
@@ -101,7 +101,7 @@ class QConverter:
         return 1 - wgmma.every_thread(fits, Int32(NamedBarrier.QK), self.threads)
 
     def head_power(self, sPeak: cute.Tensor, row: Int32) -> Int32:
-        """The exponent of the power of two that a head is divided by."""
+        """Returns the exponent of the power of two that a head is divided by."""
         peak = sPeak[row, 0]
         for block in range(1, self.blocks):
             peak = cute.arch.fmax(peak, sPeak[row, block])
@@ -112,32 +112,32 @@ class QConverter:
 
     @cute.jit
     def peak(self, smem, row: Int32, start: Int32, chunks) -> Float32:
-        """The largest magnitude of some chunks of eight numbers of a row."""
+        """Returns the largest magnitude of some chunks of eight numbers of a row."""
         four, largest = cute.make_rmem_tensor(4, Int32), registers.opaque(Int32(0))  # `max` takes no immediate number
-        for c in cutlass.range(chunks, unroll=4):  # unrolled at all, it takes 64 registers
+        for c in cutlass.range(chunks, unroll=4):  # fully unrolled, it takes 64 registers
             cute.autovec_copy(cute.recast_tensor(self.chunk(smem, row, start + c), Int32), four)
             for i in cutlass.range_constexpr(4):
                 largest = pairs.max_magnitudes(largest, four[i])
         return pairs.larger_half(largest)
 
     def first_rope_row(self, thread: Int32) -> Int32:
-        """The row whose rope part a thread reorders first, if there are as many: the first threads have half blocks."""
+        """Returns the row whose rope part a thread reorders first, if it exists: the first threads have half blocks."""
         return self.threads - 1 - thread if self.ends_in_half else thread
 
     def block_chunks(self, block: Int32) -> Any:
-        """Chunks of eight numbers of a block that meet codes."""
+        """Returns the number of chunks of eight numbers of a block that meet codes."""
         if self.ends_in_half:
             return cutlass.select_(block == self.blocks - 1, Int32(HALF // 8), Int32(QUANT_TILE // 8))
         return QUANT_TILE // 8
 
     def chunk(self, smem, row: Int32, c):
-        """Eight numbers of a row of Q, 8 c and on."""
+        """Returns eight numbers of a row of Q, from number 8 c on."""
         start = c // 8 * (self.heads * BLOCK_COLUMNS) + row * BLOCK_COLUMNS + ((c % 8) ^ (row % 8)) * 8
         return cute.make_tensor(smem.q.data_ptr() + cute.assume(start, divby=8), cute.make_layout(8))
 
     @cute.jit
     def convert(self, smem, index: Int32, power: Int32):
-        """Converts the index-th row of 128 numbers, block by block, times a power of two (a pair of it)."""
+        """Converts the index-th row of 128 numbers, block by block, times a power of two (given twice, as a pair)."""
         if const_expr(self.ends_in_half):
             if index // self.heads == self.blocks - 1:
                 self.convert_half(smem, index % self.heads, power)
@@ -148,7 +148,7 @@ class QConverter:
 
     @cute.jit
     def convert_half(self, smem, row: Int32, power: Int32):
-        """Converts the 64 numbers of the last block that meet codes; lane 0 to 3 has 16 of them, in order."""
+        """Converts the 64 numbers of the last block that meet codes; lanes 0 to 3 have 16 of them each, in order."""
         start, chunks = (self.blocks - 1) * (QUANT_TILE // 8), HALF // 8
         words = self.float16_words(smem, row, start, chunks, power)
         four = cute.make_rmem_tensor(4, Int32)
@@ -161,7 +161,7 @@ class QConverter:
     def convert_block(self, smem, index: Int32, power: Int32):
         """Converts a whole block.
 
-        Of block i of 16 columns, pairs 2 i and 2 i + 1 of a lane's 16 codes are words lane and lane + 4.
+        In block i of 16 columns, pairs 2 i and 2 i + 1 of a lane's 16 codes are words lane and lane + 4.
         """
         row, start = index % self.heads, index // self.heads * (QUANT_TILE // 8)
         words = self.float16_words(smem, row, start, QUANT_TILE // 8, power)
@@ -173,7 +173,7 @@ class QConverter:
 
     @cute.jit
     def float16_words(self, smem, row: Int32, start: Int32, chunks: cutlass.Constexpr, power: Int32) -> cute.Tensor:
-        """Some chunks of eight numbers of a row, times a power of two, as float16: (4, chunks) words."""
+        """Converts chunks of eight numbers of a row, times a power of two, to float16: (4, chunks) words."""
         words = cute.make_rmem_tensor((4, chunks), Int32)
         for c in cutlass.range_constexpr(chunks):
             cute.autovec_copy(cute.recast_tensor(self.chunk(smem, row, start + c), Int32), words[None, c])
@@ -188,9 +188,9 @@ class QConverter:
 
     @cute.jit
     def reorder_rope(self, smem, row: Int32, start: cutlass.Constexpr, power: Int32):
-        """Multiplies the rope part of a row, bf16, from chunk `start` of eight on, and stores it as lanes read keys.
+        """Multiplies the rope part of a row, bf16, from chunk `start` on, and stores it in the order of keys' lanes.
 
-        Of block i of 16 columns in a half, words 2 i and 2 i + 1 of a lane's chunk are words lane and lane + 4.
+        In block i of 16 columns of a half, words 2 i and 2 i + 1 of a lane's chunk are words lane and lane + 4.
         """
         words = cute.make_rmem_tensor((4, 8), Int32)
         for c in cutlass.range_constexpr(8):

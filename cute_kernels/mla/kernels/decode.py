@@ -3,27 +3,27 @@
 A CTA has work tiles: 8, 16, 32 or 64 heads of a query token times a range of its keys, in key tiles of 64. With
 `swap_ab` keys are the M side of both products: S^T = K Q^T and O^T += V^T P^T. Keys and values become wgmma operands
 in registers, by the warpgroups that multiply, from raw rows in shared memory; few heads waste no padding. Rows come by
-cp.async, or by TMA where a dense key tile is a part of one page, and are read twice. S goes as float32 through shared
-memory to the softmax, and P from there as float16 to PV. QK of a tile needs nothing of PV of the tile before.
+cp.async, or by TMA if a dense key tile is a part of one page, and are read twice. S goes as float32 through shared
+memory to the softmax, and P from there as float16 to PV. QK of a tile does not depend on PV of the tile before.
 
-Float32 scales (V3.2). Codes go to the tensor core as they are: e4m3 is exact in float16, and one conversion makes two.
-Scales are applied there:
+Float32 scales (V3.2). Codes go to the tensor core unscaled: e4m3 is exact in float16, and one conversion makes two.
+Scales are applied as follows:
     S = q_rope k_rope + sum_j scale_j (q_j code_j)     in float32, between the products of quant tiles j
     O_j += P (scale_j code_j)                          scale_j code_j rounded to float16
-So scores are as exact as float32 sums are, whatever the scales. Powers of two keep other numbers in range of float16:
-of each head of Q (`QConverter.prepare`) and of each quant tile of V (`ValueUnits`). Key tiles that these do not fit are
-found, and computed slowly: S by `QkWarpgroups.slow_tile`, O by `PvWarpgroups.add_bfloat16`.
+So scores are as exact as float32 sums, whatever the scales. Powers of two keep other numbers in range of float16: one
+for each head of Q (`QConverter.prepare`) and one for each quant tile of V (`ValueUnits`). Key tiles that these powers
+do not fit are found, and computed slowly: S by `QkWarpgroups.slow_tile`, O by `PvWarpgroups.add_bfloat16`.
 
 Other scales (codes.py). A ue8m0 scale is a power of two and an fp4 code has few bits, so code x scale is exact in
 float16, relative to the largest scale of a row for QK and to a unit of 64 values for PV (`ScaledValueUnits`). Keys are
 scaled as operands, and one accumulator takes all products:
     S_k = 2^n_k sum_i q_i (2^-n_k scale code)_ki        O = unit sum_k P_k (scale code / unit)_k
-A rope part of V4 is a value too: it stays in its stage until PV has read it, and QK leaves it there as float16.
+In V4 a rope part is a value too: it stays in its stage until PV has read it, and QK leaves it there as float16.
 
-Rows. A key has a data row and a scale row, which come from wherever its page has them (`Source`). A stage has e4m3
-codes; rows of other codes are expanded in place, before others see them: by the load warpgroup with 8 and 16 heads,
-where it does nothing else; else by PV, two tiles ahead of its products. Of two caches a query has key tiles of the
-first, then those of the second; no tile has keys of both.
+Rows. A key has a data row and a scale row, whose places its page decides (`Source`). A stage holds e4m3 codes. Rows of
+other codes are expanded in place, before QK and PV see them: with 8 and 16 heads by the load warpgroup, which does
+nothing else; otherwise by PV, two tiles ahead of its products. With two caches a query has key tiles of the first, then
+those of the second; no tile has keys of both.
 
 Splits. Several CTAs may share the keys of a query. Each leaves a partial in global memory and counts it; merge CTAs,
 with higher numbers in the same launch, wait for the count and merge with the code of `merge_states`. They wait only for
@@ -57,7 +57,7 @@ Mbarriers of a dense call with 64 heads: arrivals and bytes that complete a phas
   p_full[2]         128                 P, weights, flags and factors are stored
   p_empty[2]        256                 the last wgmma of PV has read P
   rope_empty[2]     128                 QK has read the rope part
-keys_full counts 128 threads and their cp.async, and one arrival that announces the bytes of TMA, if any. Where the load
+keys_full counts 128 threads and their cp.async, and one arrival that announces the bytes of TMA, if any. If the load
 warpgroup issues all loads (sparse keys, or up to 16 heads) it has 256 arrivals, and there is no rope_empty.
 
 Mbarriers of a sparse call with 16 heads
@@ -77,7 +77,7 @@ of a call over V4.1's fp4 with 64 heads, which PV expands
   s_empty           128                 the softmax has read S
   p_full[2]         128                 P, weights, flags and factors are stored
   p_empty[2]        256                 the last wgmma of PV has read P
-  raw_full[3]       256                 rows to expand are copied; or others come, or none do
+  raw_full[3]       256                 the stage is ready to expand, needs no expansion, or is empty (NO_TILE)
 Named barriers are in pipelines.py.
 
 Shared memory, of 232,448 bytes, with 64 heads
@@ -134,7 +134,7 @@ from cute_kernels.mla.spec import ROLES, MlaDecodeSpec
 
 
 class MlaDecodeKernel:
-    """See the module's docstring. `spec` holds all that is fixed at compile time."""
+    """The kernel that the module's docstring describes. `spec` holds everything that is fixed at compile time."""
 
     def __init__(self, spec: MlaDecodeSpec):
         self.spec = spec
@@ -153,11 +153,11 @@ class MlaDecodeKernel:
             self.merger = PartialMerger(spec)
 
     def fake_arguments(self) -> tuple:
-        """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
+        """Returns shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
         sizes = tuple(cute.sym_int() for _ in range(3))
         caches = []
         for _ in range(2 if self.spec.has_extra else 1):
-            # rows are read by address and first stride: a view of a planar page does not say where they are
+            # rows are read by address and first stride: a view of a planar page does not say where its rows are
             is_planar = len(self.spec.token_format.row_bytes) > 1
             row_stride = cute.sym_int64() if is_planar else cute.sym_int64(divisibility=16)
             strides = (cute.sym_int64(divisibility=16), row_stride, 1)
@@ -198,19 +198,19 @@ class MlaDecodeKernel:
         trace: Int64,
         stream: cuda.CUstream,
     ):
-        """One launch: decode CTAs, then merge CTAs where the spec splits.
+        """Launches decode CTAs, then merge CTAs if the spec splits.
 
         Memory that no caller sees comes as addresses, which cost the host less than tensors.
 
-        mKV         pages: the address, the first stride and the first two sizes count; all strides for TMA of pages
+        mKV         pages: the address, the first stride and two sizes count; for TMA of pages all strides
         data_stride   this and the next two are numbers of a `PageLayout`, in bytes
-        mExtraKV    this and the next five are those of a second cache, or None
+        mExtraKV    this and the next five describe a second cache, or are None
         scratch     partials: num_splits * batch * s_q * h_q rows of 512 float16, as many of 8 block scales, and as many
                     log-sum-exps; balanced (shares + batch * s_q) * h_q of them
         counters    a word for each block of heads of each query, 0 before and after the launch
         merge_ctas  CTAs that merge a block of heads
         max_ctas    CTAs that decode, at most: each has every max_ctas-th work tile, or a share
-        trace       where timestamps go
+        trace       address of the timestamps
         """
         batch, s_q, h_q, _ = mQ.shape
         head_blocks = cute.ceil_div(h_q, self.spec.heads)
@@ -248,7 +248,7 @@ class MlaDecodeKernel:
         )  # fmt: skip
 
     def source(self, mKV: cute.Tensor, data_stride: Int32, scale_offset: Int32, scale_stride: Int32) -> Source:
-        """A cache as the load role takes it."""
+        """Returns a cache in the form that the load role takes."""
         page_size = cute.fast_divmod_create_divisor_v2(mKV.shape[1])
         return Source(mKV, page_size, data_stride, scale_offset, scale_stride)
 
@@ -280,7 +280,7 @@ class MlaDecodeKernel:
         count, merges = self.spec.registers, False
         if const_expr(self.spec.split):
             merges = cta >= sizes.decode_ctas
-        # warpgroups are in the order of `Roles`, but for a second one of QK, which is the last: one comparison a role
+        # warpgroups have the order of `Roles`; a second QK warpgroup is the last: one comparison a role
         is_softmax, is_qk = False, warp_idx < WARPS * (self.roles.qk[0] + 1)
         if const_expr(self.roles.softmax):
             is_softmax = warp_idx // WARPS == self.roles.softmax[0]
@@ -323,15 +323,15 @@ class MlaDecodeKernel:
                 cpasync.prefetch_descriptor(tma.atom)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        # The next launch may begin where a CTA of this one has ended: all of them have started by then, so merge CTAs
-        # find those that they wait for. It neither reads nor writes before all of this one is complete.
+        # The next launch may begin once a CTA of this one has ended: all of them have started by then, so merge CTAs
+        # find those that they wait for. The next launch uses no memory before all of this one is complete.
         cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()  # for what kernels before this one write: q, keys, lengths, the counters
+        cute.arch.griddepcontrol_wait()  # waits for what earlier kernels write: q, keys, lengths, the counters
 
     @cute.jit
     def find_share(self, smem, table: WorkTable, warp_idx: Int32, tidx: Int32) -> Share:
-        """The share of a CTA of a balanced schedule. Of a merge CTA: leaves in `smem.cuts` what it merges."""
-        # before shares are found, the table has that of a uniform schedule: work tiles cta, cta + decode_ctas, ...
+        """Finds a CTA's share of a balanced schedule. A merge CTA leaves in `smem.cuts` what it merges."""
+        # before shares are found, the table is that of a uniform schedule: work tiles cta, cta + decode_ctas, ...
         cta, queries, decode_ctas = table.share.first, table.share.end, table.share.step
         divisors = table.divisors
         shares = decode_ctas // divisors.head_blocks.divisor
@@ -356,9 +356,9 @@ class MlaDecodeKernel:
             cute.arch.setmaxregister_increase(count)
 
     def kept(self, tid: Int32) -> Int32:
-        """The number of a thread, below 128, kept in a register where there are enough of them.
+        """Returns the number of a thread, below 128, kept in a register if there are enough of them.
 
-        Addresses follow from it. Computed again after each wait, from the hardware's register, they cost dense decoding
-        with 16 heads 4%.
+        Addresses follow from it. Computing them again after each wait, from the hardware's register, costs dense
+        decoding with 16 heads 4%.
         """
         return registers.opaque(tid) & 127 if self.spec.few_heads else tid

@@ -1,4 +1,4 @@
-"""Where the row of a key is: index list or block table, and what masks it."""
+"""Where the row of a key is, from the index list or block table, and whether the key is masked."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from cute_kernels.device import token_cache
 
 
 class KeyPlace(NamedTuple):
-    """A key's page and its place there; where the key is masked, not `valid`, those of some key of the cache."""
+    """A key's page and its place in the page; for a masked key, not `valid`, those of some key of the cache."""
 
     valid: cutlass.Boolean
     page: Int32
@@ -18,7 +18,7 @@ class KeyPlace(NamedTuple):
 
 
 class KeyRow(NamedTuple):
-    """A key's row in the cache: (1, its address), or (0, that of a row of zeros) where the key is masked."""
+    """A key's row in the cache: (1, its address), or (0, the address of a row of zeros) for a masked key."""
 
     valid: Int32
     row: cute.Pointer
@@ -32,7 +32,7 @@ class KeyFinder:
 
     @cute.jit
     def read_entry(self, entries: cute.Tensor, position: Int32, last: Int32, page_divisor):
-        """The index (sparse) or page number (dense) of a position; past the last one, that of the last one."""
+        """Returns the index (sparse) or page number (dense) of a position, at most of the last position."""
         position = cutlass.min(position, last)
         if const_expr(not self.sparse):
             position = position // page_divisor
@@ -40,7 +40,7 @@ class KeyFinder:
 
     @cute.jit
     def place(self, mKV: cute.Tensor, entry: Int32, position: Int32, last: Int32, page_divisor) -> KeyPlace:
-        """Where the key at a position is, from its entry."""
+        """Returns where the key at a position is, from its entry."""
         bound = mKV.shape[0]
         if const_expr(self.sparse):
             bound *= mKV.shape[1]
@@ -56,7 +56,7 @@ class KeyFinder:
     def locate(
         self, mKV: cute.Tensor, zero_row: Int64, entry: Int32, position: Int32, last: Int32, page_divisor
     ) -> KeyRow:
-        """The row of the key at a position, from its entry."""
+        """Returns the row of the key at a position, from its entry."""
         valid, page, offset = self.place(mKV, entry, position, last, page_divisor)
         row = token_cache.row_pointer(mKV, zero_row, valid, page, offset)
         return KeyRow(Int32(1) if valid else Int32(0), row)

@@ -1,4 +1,4 @@
-"""Loads of key tiles: rows of the cache into shared memory, as they are; of one cache or of two."""
+"""Loads of key tiles: copies rows of one cache or two into shared memory, unconverted."""
 
 from typing import Any, NamedTuple
 
@@ -26,10 +26,10 @@ from cute_kernels.mla.kernels.smem import (
 from cute_kernels.mla.kernels.tile import NOPE, QUANT_TILES
 from cute_kernels.mla.spec import EVENTS, LINE_BYTES, ROLES, TOKENS_PER_TILE, MlaDecodeSpec, scale_row
 
-ROWS_PER_STEP = 4  # of a warp, eight lanes each
+ROWS_PER_STEP = 4  # rows of a warp, eight lanes each
 ROWS_PER_WARP = TOKENS_PER_TILE // WARPS
-CHUNK_BYTES = 16  # of a cp.async
-SCALES_BYTES = 4 * QUANT_TILES  # of a row of V3.2
+CHUNK_BYTES = 16  # bytes of a cp.async
+SCALES_BYTES = 4 * QUANT_TILES  # bytes of the scales of a row of V3.2
 
 
 class RowPart(NamedTuple):
@@ -62,17 +62,17 @@ class Entries(NamedTuple):
 
 
 class LoadCursor(NamedTuple):
-    """What a thread loads next.
+    """State of a thread before its next load.
 
-    next_work    index of the work tile after that of the next key tile
+    next_work    index of the work tile after the next key tile's
     tiles_left   key tiles left of the current work tile
     position     of this lane's key in the next key tile; keys of the second cache begin at `extra_begin`
-    main, extra  keys of the work tile in each cache; without a second cache extra is that of the first
+    main, extra  keys of the work tile in each cache; without a second cache extra equals main
     extra_begin  a whole number of key tiles
     entry        the entry of this lane's key
     next_length  length of the next work tile
     loaded       key tiles loaded so far, and stages closed after the last one
-    unexpanded   a bit for each step so far, the last one in bit 0: 1 if it has loaded a tile that `expand` is to expand
+    unexpanded   a bit for each step so far, the last one in bit 0: 1 if it loaded a tile that `expand` has to expand
     """
 
     next_work: Int32
@@ -88,7 +88,7 @@ class LoadCursor(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A key: 1 and where its data row and its scales are; or 0 and two addresses inside of the cache."""
+    """A key: (1, addresses of its data row and its scales), or (0, two addresses inside of the cache)."""
 
     valid: Int32
     data: Int64
@@ -96,7 +96,7 @@ class Row(NamedTuple):
 
 
 def part_layout(part: RowPart) -> cute.ComposedLayout:
-    """Shared memory of a part of 64 rows: lines in the order of `line_offset`, scales without a swizzle."""
+    """Returns the shared memory of a part of 64 rows: lines in the order of `line_offset`, scales without a swizzle."""
     return cute.make_composed_layout(
         cute.make_swizzle(3 if part.line_bytes == LINE_BYTES else 0, 4, 3),
         0,
@@ -105,7 +105,7 @@ def part_layout(part: RowPart) -> cute.ComposedLayout:
 
 
 def make_page_tma(mKV: cute.Tensor) -> tuple[TmaPart, ...]:
-    """TMA loads of 64 rows of a page. All codes are one load: a warp takes some 100 clocks to issue one."""
+    """Makes the TMA loads of 64 rows of a page. All codes are one load: a warp takes some 100 clocks to issue one."""
     loads = []
     for part in PARTS:
         start = cute.make_ptr(Uint8, mKV.iterator.toint() + part.offset, AddressSpace.gmem, assumed_align=CHUNK_BYTES)
@@ -150,22 +150,22 @@ def issue_tma(
 class KeyLoader:
     """Device code for 128 threads, a warp for 16 rows of a tile: no byte of a row passes through a register.
 
-    cp.async copies 16 bytes each, and their end arrives on the barrier of the stage. Each lane finds one row, reads its
-    entry of the index or block table a tile ahead, and hands the address to the lanes that copy the row. Where a page
-    holds all keys of a tile, which happens with dense keys, one thread issues three TMA loads of 64 rows instead, if
-    the spec has `page_tma`.
+    Each cp.async copies 16 bytes; a thread arrives on the stage's barrier when its copies end. Each lane finds one row,
+    reads its entry of the index list or block table a tile ahead, and hands the address to the lanes that copy the row.
+    If one page holds all keys of a tile, which happens with dense keys, and the spec has `page_tma`, one thread issues
+    three TMA loads of 64 rows instead.
 
-    A format whose codes expand: the end of the copies does not arrive on `keys`; who expands them does.
+    If a format's codes are expanded, the end of the copies does not arrive on `keys`; the expanding role arrives.
 
-    With 8 and 16 heads a warp waits for its own copies and expands them where they lie (`expand`). So each step ends a
-    group of copies, empty or not, and those of a tile are complete once no more groups are under way than steps have
-    followed. No deadlock: `expand` waits for copies alone, never for another role. A step waits until PV has read the
-    tile of `stages` before, and what PV needs for that is there: all but the newest tile are expanded before a step,
-    and there are `stages` of them, more than one.
+    With 8 and 16 heads a warp waits for its own copies and expands them in place (`expand`). Every step commits one
+    cp.async group, even an empty one, so a wait for all but the last n groups completes the tile of n steps before.
+    There is no deadlock. `expand` waits only for copies, never for another role. A step waits until PV has read the
+    tile of `stages` before, and PV has what it needs for that: all but the newest tile are expanded before a step, and
+    there is more than one stage.
 
-    With 32 and 64 heads PV expands (`ScaledKeyPvWarpgroups.expand`), and copies arrive on `raw`. All tiles do, so PV
-    waits for one after the other; those that do not expand arrive there at once. A step without a tile gives PV a stage
-    with NO_TILE instead (`close`).
+    With 32 and 64 heads PV expands (`ScaledKeyPvWarpgroups.expand`), and copies arrive on `raw`. PV waits there for
+    every tile in turn; tiles that are not expanded arrive at once. A step without a tile gives PV a stage with NO_TILE
+    instead (`close`).
     """
 
     def __init__(self, spec: MlaDecodeSpec):
@@ -192,7 +192,7 @@ class KeyLoader:
 
     @cute.jit
     def start(self, table: WorkTable, tid: Int32) -> LoadCursor:
-        """The cursor at the first key tile of this CTA."""
+        """Returns the cursor at the first key tile of this CTA."""
         first = table.share.first
         length = self.scheduler.length(self.scheduler.locate(first, table), table.mLength)
         zero, none = Int32(0), Entries(Int64(0), Int32(0))
@@ -200,7 +200,7 @@ class KeyLoader:
 
     @cute.jit
     def advance(self, table: WorkTable, cursor: LoadCursor, tid: Int32) -> LoadCursor:
-        """Goes on to the next work tile with keys where none are left of this one; starts to load the next entry."""
+        """Moves on to the next work tile with keys if none are left of this one; starts loading the next entry."""
         next_work, tiles_left, position, main, extra, extra_begin, entry, length, loaded, unexpanded = cursor
         share = table.share
         while tiles_left == 0 and next_work < share.end:
@@ -217,20 +217,20 @@ class KeyLoader:
                 main = Entries(self.scheduler.entries(work, table.mIndex).iterator.toint(), limits.main - 1)
             next_work += share.step
             following = self.scheduler.locate(cutlass.min(next_work, share.end - 1), table)
-            length = self.scheduler.length(following, table.mLength)  # a work tile ahead: it takes some 1000 clocks
+            length = self.scheduler.length(following, table.mLength)  # a work tile ahead: it takes about 1000 clocks
         if tiles_left > 0:
             local, entries, last = position, main.address, main.last
             if const_expr(self.spec.has_extra):
                 if position >= extra_begin:
                     local, entries, last = position - extra_begin, extra.address, extra.last
             pointer = cute.make_ptr(Int32, entries, AddressSpace.gmem, assumed_align=4)
-            mEntries = cute.make_tensor(pointer, cute.make_layout(1 << 30))  # more than any list has
+            mEntries = cute.make_tensor(pointer, cute.make_layout(1 << 30))  # larger than any list
             entry = self.finder.read_entry(mEntries, local, last, table.divisors.page_size)
         return LoadCursor(next_work, tiles_left, position, main, extra, extra_begin, entry, length, loaded, unexpanded)
 
     @cute.jit
     def step(self, smem, table: WorkTable, caches: Caches, cursor: LoadCursor, tid: Int32) -> LoadCursor:
-        """Loads the next key tile, if there is one, once its stage is free; returns the new cursor."""
+        """Loads the next key tile, if any, once its stage is free; returns the new cursor."""
         _, tiles_left, position, main, _, _, entry, _, loaded, unexpanded = cursor
         if const_expr(self.spec.load_expands):
             unexpanded = unexpanded << 1
@@ -258,7 +258,7 @@ class KeyLoader:
 
     @cute.jit
     def load_rows(self, smem, sources: tuple, cursor: LoadCursor, tile: Int32, tid: Int32) -> Int32:
-        """Starts the copies of the rows of the next key tile; returns 1 if `expand` is to arrive, else 0."""
+        """Starts the copies of the rows of the next key tile; returns 1 if `expand` has to arrive, else 0."""
         position, extra_begin, entry, kinds = cursor.position, cursor.extra_begin, cursor.entry, self.spec.kinds
         unexpanded = Int32(0)
         valid, data, scales = self.find_row(sources[0], kinds[0], entry, position, cursor.main.last)
@@ -280,7 +280,7 @@ class KeyLoader:
                 unexpanded = self.request(smem, kinds[1], row, tile, tid)
         else:
             unexpanded = self.request(smem, kinds[0], row, tile, tid)
-        if const_expr(self.spec.pv_issues_tma):  # the arrival that announces the bytes of TMA, of which there are none
+        if const_expr(self.spec.pv_issues_tma):  # the arrival that announces the bytes of TMA, here none
             if tid == 0:
                 self.edges.keys.arrive(smem, tile)
         return unexpanded
@@ -309,7 +309,7 @@ class KeyLoader:
     def announce(self, smem, table: WorkTable, cursor: LoadCursor, tile: Int32, tid: Int32) -> LoadCursor:
         """Tells PV which key tile to load by TMA once it has read `tile`; returns the new cursor.
 
-        Only a whole tile of a page: `clear_mask` follows. Else PV is told -1, and `step` loads the tile.
+        This is only for a whole tile of a page; `clear_mask` follows. Else PV is told -1, and `step` loads the tile.
         """
         _, tiles_left, position, main, _, _, entry, _, loaded, _ = cursor
         sAnnounced = smem.announced.get_tensor(cute.make_layout((2, self.spec.p_stages)))
@@ -328,40 +328,40 @@ class KeyLoader:
 
     @cute.jit
     def is_whole(self, table: WorkTable, position: Int32, last: Int32, entry: Int32, tid: Int32):
-        """Whether the next tile has 64 keys of one page; the same in all threads."""
+        """Returns whether the next tile has 64 keys of one page; the same in all threads."""
         page_size = table.divisors.page_size.divisor
         last_of_tile = position + (TOKENS_PER_TILE - 1 - self.row(tid))
         in_page = page_size % TOKENS_PER_TILE == 0 and last_of_tile <= last
         return cute.arch.vote_all_sync(in_page and entry >= 0 and entry < table.mKV.shape[0])
 
     def tile_of_page(self, table: WorkTable, position: Int32, tid: Int32):
-        """Index of the next key tile in its page."""
+        """Returns the index of the next key tile in its page."""
         _, offset = divmod(position - self.row(tid), table.divisors.page_size)
         return offset // TOKENS_PER_TILE
 
     def arrive(self, smem, tile: Int32):
-        """Arrivals of a thread: its own copies of a key tile, and the mask."""
+        """Makes a thread's arrivals for a key tile: of its own copies, and of the mask."""
         self.edges.keys.arrive_copies(smem, tile)
         self.edges.keys.arrive(smem, tile)
 
     @cute.jit
     def clear_mask(self, smem, tile: Int32, tid: Int32):
-        """All keys of a tile count."""
+        """Marks all keys of a tile as counting."""
         sMask = self.mask(smem)
         if tid % 32 == 0:
             sMask[tile % self.spec.mask_stages * WARPS + tid // 32] = Int16(-1)
 
     def row(self, tid: Int32) -> Int32:
-        """The row of a tile that a lane finds; the other 16 lanes of its warp find the same ones."""
+        """Returns the row of a tile that a lane finds; the other 16 lanes of its warp find the same rows."""
         return tid // 32 * ROWS_PER_WARP + tid % ROWS_PER_WARP
 
     def mask(self, smem) -> cute.Tensor:
-        """A bit for each key, by warp."""
+        """Returns the mask, a bit for each key, by warp."""
         return cute.recast_tensor(smem.mask.get_tensor(cute.make_layout(2 * self.spec.mask_stages)), Int16)
 
     @cute.jit
     def find_row(self, source: Source, kind: cutlass.Constexpr, entry: Int32, position: Int32, last: Int32) -> Row:
-        """The rows of the key at a position of a cache, from its entry."""
+        """Returns the rows of the key at a position of a cache, from its entry."""
         mKV = source.mKV
         valid, page, offset = self.finder.place(mKV, entry, position, last, source.page_size)
         begin = mKV.iterator.toint() + Int64(page) * Int64(mKV.stride[0])  # 64 bits: caches of more than 2^31 bytes
@@ -374,7 +374,7 @@ class KeyLoader:
 
     @cute.jit
     def request(self, smem, kind: cutlass.Constexpr, row: Row, loaded: Int32, tid: Int32) -> Int32:
-        """Starts the copies of a tile, and arrives on its barriers; returns 1 if `expand` is to arrive, else 0."""
+        """Starts the copies of a tile, and arrives on its barriers; returns 1 if `expand` has to arrive, else 0."""
         self.copy_tile(smem, kind, row, loaded, tid)
         if const_expr(self.spec.pv_expands):
             if const_expr(codes.of(kind).expands):
@@ -391,7 +391,7 @@ class KeyLoader:
 
     @cute.jit
     def close(self, smem, loaded: Int32, tid: Int32) -> Int32:
-        """Gives PV the next stage without a tile, once it is free; returns the number of stages given so far."""
+        """Gives PV the next stage without a tile, once the stage is free; returns the number of stages given so far."""
         stage = self.edges.keys.index(loaded)
         self.edges.keys.acquire(smem, loaded)
         sKinds = stage_kinds(smem, self.spec)
@@ -401,13 +401,13 @@ class KeyLoader:
         return loaded + 1
 
     def arrive_raw(self, smem, tile: Int32):
-        """Both arrivals of a thread on `raw` for a tile that PV is not to expand: it need not wait for copies."""
+        """Makes both arrivals of a thread on `raw` for a tile that PV does not expand: it need not wait for copies."""
         for _ in range(2):
             self.edges.raw.arrive(smem, tile)
 
     @cute.jit
     def expand(self, smem, cursor: LoadCursor, tile: Int32, steps: cutlass.Constexpr, tid: Int32):
-        """Expands the codes of `tile`, that of `steps` steps before the last one, if they are to be, once copied."""
+        """Expands `tile`, loaded `steps` steps before the last one, once its copies have ended, if it needs that."""
         if const_expr(self.spec.load_expands):
             if cursor.unexpanded >> steps & 1 != 0:
                 stage = self.edges.keys.index(tile)
@@ -419,7 +419,7 @@ class KeyLoader:
 
     @cute.jit
     def copy_tile(self, smem, kind: cutlass.Constexpr, row: Row, loaded: Int32, tid: Int32):
-        """Starts the copies of the rows of a tile, some of which may be masked: their bytes become 0."""
+        """Starts the copies of the rows of a tile; the bytes of masked rows become 0."""
         stage = self.edges.keys.index(loaded)
         lane, warp_idx, sMask = tid % 32, tid // 32, self.mask(smem)
         first, chunk = ROWS_PER_WARP * warp_idx, lane % 8
@@ -427,7 +427,7 @@ class KeyLoader:
         bits = cute.arch.vote_ballot_sync(row.valid != 0)
         if lane == 0:
             sMask[loaded % self.spec.mask_stages * WARPS + warp_idx] = Int16(bits)
-        valid = cutlass.select_(lane < ROWS_PER_WARP, bits >> lane & 1, Int32(-1))  # other lanes have the same rows
+        valid = cutlass.select_(lane < ROWS_PER_WARP, bits >> lane & 1, Int32(-1))  # the other lanes have the same rows
         self.copy_scales(smem, kind, row, valid, (stage * TOKENS_PER_TILE + first + lane) * self.spec.scale_bytes)
         sCodes, rope, rope_slot = smem.codes.data_ptr(), None, Int32(0)
         if const_expr(self.spec.has_rope):
@@ -435,7 +435,7 @@ class KeyLoader:
         code_bytes = kind.codes.num_bytes
         rest = const_expr(code_bytes % LINE_BYTES // CHUNK_BYTES)  # chunks of an incomplete line
         for i in cutlass.range_constexpr(ROWS_PER_WARP // ROWS_PER_STEP):
-            copied = ROWS_PER_STEP * i + lane // 8  # row of the warp's 16
+            copied = ROWS_PER_STEP * i + lane // 8  # row of the warp's 16 rows
             upper = Int64(cute.arch.shuffle_sync(high, copied)) << 32
             source = upper | (Int64(cute.arch.shuffle_sync(low, copied)) & 0xFFFFFFFF)
             source += CHUNK_BYTES * chunk
@@ -457,9 +457,9 @@ class KeyLoader:
 
     @cute.jit
     def copy_scales(self, smem, kind: cutlass.Constexpr, row: Row, valid: Int32, start: Int32):
-        """Starts the copy of a key's scales if `valid` is 1, stores those of a masked key if it is 0.
+        """Starts the copy of a key's scales if `valid` is 1, or stores the scales of a masked key if it is 0.
 
-        By predicates: around a branch ptxas computes the addresses of a row twice, which costs 16 heads 3%.
+        Both use predicates: around a branch ptxas computes the addresses of a row twice, which costs 16 heads 3%.
         """
         size, scales = min(scale_row(kind), CHUNK_BYTES), cute.recast_ptr(smem.scale.data_ptr(), dtype=Uint8)
         copy = "cp.async.cg" if const_expr(size == CHUNK_BYTES) else "cp.async.ca"
@@ -489,5 +489,5 @@ class KeyLoader:
 
     @cute.jit
     def stamp(self, smem, tile: Int32, event: cutlass.Constexpr, edge: cutlass.Constexpr, tid: Int32):
-        """A timestamp of a key tile."""
+        """Stores a timestamp of a key tile."""
         self.tracer.stamp(smem.trace.ptr, 0, len(EVENTS[0]) * tile + event, edge, tid == 0)

@@ -14,22 +14,22 @@ from cute_kernels.mla.kernels.scheduler import WorkTile
 from cute_kernels.mla.kernels.tile import QK
 from cute_kernels.mla.spec import WGMMA_ROWS
 
-Q_COLUMNS = 64  # of a TMA load: 128 bytes
+Q_COLUMNS = 64  # columns of a TMA load: 128 bytes
 
 
 def q_layout(heads: int, columns: int = QK):
-    """Shared memory of Q: (heads, columns, 1)."""
+    """Returns the layout of Q in shared memory: (heads, columns, 1)."""
     return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (heads, WGMMA_ROWS, columns), BFloat16, 1)
 
 
 def q_chunk_layout(heads: int, columns: int):
-    """The same in chunks of 64 columns, one for each TMA load: (heads, 64, chunks)."""
+    """Returns the layout of Q in chunks of 64 columns, one for each TMA load: (heads, 64, chunks)."""
     tile = (heads, WGMMA_ROWS, Q_COLUMNS)
     return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, BFloat16, columns // Q_COLUMNS)
 
 
 def q_pipeline(heads: int, columns: int) -> Pipeline:
-    """The edge from TMA to those who read Q. Tiles are loads; readers meet at a named barrier before the next one."""
+    """Makes the edge from TMA to Q's readers. Its tiles are loads; readers meet at a named barrier between two."""
     return Pipeline("q", producers=1, bytes=2 * heads * columns, full="Q is loaded")
 
 
@@ -41,7 +41,7 @@ class QTma(NamedTuple):
 
 
 def make_q_tma(mQ: cute.Tensor, heads: int) -> QTma:
-    """Heads and columns first: TMA zero-fills past the last head."""
+    """Makes the TMA load with heads and columns first, so that TMA zero-fills past the last head."""
     mQ_tile = cute.make_tensor(mQ.iterator, cute.select(mQ.layout, mode=[2, 3, 1, 0]))
     chunk = cute.select(q_chunk_layout(heads, mQ.shape[3]), mode=[0, 1])
     operation = cpasync.CopyBulkTensorTileG2SOp()
@@ -50,7 +50,7 @@ def make_q_tma(mQ: cute.Tensor, heads: int) -> QTma:
 
 @cute.jit
 def prefetch_q(load_q: cute.CopyAtom, tQ: cute.Tensor, work: WorkTile, heads: cutlass.Constexpr):
-    """Starts to load rows of Q into L2. Called by one warp."""
+    """Starts loading rows of Q into L2. Called by one warp."""
     layout = q_chunk_layout(heads, tQ.shape[1])
     sQ = cute.make_tensor(cute.make_ptr(BFloat16, 0, AddressSpace.smem, assumed_align=1024), layout)
     _, tQgQ = _partition_q(load_q, tQ, work, heads, sQ)
@@ -67,7 +67,7 @@ def start_q(
     heads: cutlass.Constexpr,
     unrolled: cutlass.Constexpr = False,
 ):
-    """Starts the load of this CTA's rows of Q. Called by one warp. Unrolled it takes more registers."""
+    """Starts loading this CTA's rows of Q. Called by one warp. Unrolled it takes more registers."""
     columns = const_expr(tQ.shape[1])
     layout = q_chunk_layout(heads, columns)
     sQ = smem.q.get_tensor(layout.outer, swizzle=layout.inner)
@@ -86,6 +86,6 @@ def start_q(
 
 @cute.jit
 def _partition_q(load_q: cute.CopyAtom, tQ: cute.Tensor, work: WorkTile, heads: cutlass.Constexpr, sQ: cute.Tensor):
-    """What TMA loads take, (load, chunk): `sQ`, and the rows of Q of a work tile in global memory."""
+    """Returns the operands of TMA loads, (load, chunk): `sQ`, and the rows of Q of a work tile in global memory."""
     gQ = cute.local_tile(tQ, (heads, Q_COLUMNS), (work.head_block, None, work.query, work.request))
     return cpasync.tma_partition(load_q, 0, cute.make_layout(1), cute.group_modes(sQ, 0, 2), cute.group_modes(gQ, 0, 2))

@@ -16,11 +16,11 @@ from cute_kernels.mla.spec import NARROW
 
 
 class MergeTask(NamedTuple):
-    """What one merge CTA does: part `part` of `parts` of the merge of a block of heads of a query.
+    """The task of one merge CTA: part `part` of `parts` of the merge of a block of heads of a query.
 
-    query             counted through all requests; request and query_of_request say the same
+    query             counted through all requests; request and query_of_request name the same query
     first_partial     the first split, or the first place of a balanced schedule
-    partials          how many there are
+    partials          number of partials
     """
 
     query: Int32
@@ -34,15 +34,15 @@ class MergeTask(NamedTuple):
 
 
 class PartialMerger:
-    """Device code for all threads of a CTA, `merge_lanes` of them a row; `spec` is as in `Scheduler`.
+    """Device code for all threads of a CTA, `merge_lanes` of them for a row; `spec` is as in `Scheduler`.
 
-    A group, the heads of a query's block, has a counter: how many of its partials are in global memory, then how many
-    of its merge CTAs have seen that. The last one sets it to 0 for the next launch.
+    A group is a query's block of heads. Its counter holds how many of its partials are in global memory, then how many
+    of its merge CTAs have seen that. The last CTA resets it to 0 for the next launch.
     """
 
     def __init__(self, spec):
         self.spec = spec
-        lanes = min(spec.merge_lanes, NOPE // 8)  # 16 bytes of a row each
+        lanes = min(spec.merge_lanes, NOPE // 8)  # each has 16 bytes of a row
         self.rows = MergeKernel(
             MergeSpec(
                 NOPE,
@@ -60,7 +60,7 @@ class PartialMerger:
         )
 
     def loads(self, lanes: int) -> int:
-        """As many as registers at launch hold, 80 or 128. With more lanes than a warp 16 loads are slower by 2%."""
+        """Returns the loads that registers at launch hold, 80 or 128. With lanes > 32, 16 loads are 2% slower."""
         if lanes > 32:
             return 8
         if not self.spec.few_heads:
@@ -69,13 +69,13 @@ class PartialMerger:
 
     @cute.jit
     def count_partial(self, counters: Int64, group: Int32, tidx: Int32):
-        """Counts a partial of this CTA, which is in global memory; called by both PV warpgroups."""
+        """Counts a partial of this CTA, once it is in global memory; called by both PV warpgroups."""
         cute.arch.barrier(barrier_id=NamedBarrier.PV, number_of_threads=256)
         if tidx == 128 * self.spec.roles.pv[0]:
             cute.arch.atomic_add(self.counter(counters, group), Int32(1), sem="acq_rel", scope="gpu")
 
     def counter(self, counters: Int64, group: Int32) -> cute.Pointer:
-        """The counter of a group."""
+        """Returns the address of a group's counter."""
         return cute.make_ptr(Int32, counters + 4 * Int64(group), AddressSpace.gmem, assumed_align=4)
 
     @cute.jit
@@ -98,16 +98,16 @@ class PartialMerger:
     def merge(self, free, results: Results, counters: Int64, group: Int32, task: MergeTask):
         """Waits for the partials of a group and merges some rows of it. `free` is unused shared memory.
 
-        The CTAs that it waits for have lower numbers, so they have started before this one and need nothing from it.
+        The CTAs that it waits for have lower numbers, so they started before this one and need nothing from it.
         """
         tidx, _, _ = cute.arch.thread_idx()
         lanes, rows = self.spec.merge_lanes, self.spec.threads // self.spec.merge_lanes
-        row_in_cta = cute.arch.make_warp_uniform(tidx // lanes)  # what follows from it takes uniform registers
+        row_in_cta = cute.arch.make_warp_uniform(tidx // lanes)  # values that follow from it take uniform registers
         sums = cute.recast_ptr(free.data_ptr(), dtype=Float32)
         mSink = results.mSink
         heads = cutlass.min(mSink.shape[0] - task.head_block * self.spec.heads, self.spec.heads)
         begin = task.part * rows
-        # one round at least: all parts count
+        # at least one round, because all parts count
         for first in cutlass.range(begin, cutlass.max(heads, begin + 1), task.parts * rows, unroll=1):
             valid, tid = first + row_in_cta < heads, tidx % lanes
             head = task.head_block * self.spec.heads + cutlass.min(first + row_in_cta, heads - 1)
@@ -122,7 +122,7 @@ class PartialMerger:
     def partial_rows(
         self, partials: Partials, first: Int32, query: Int32, head: Int32, tid: Int32
     ) -> tuple[Strided, Strided, Strided]:
-        """Where the partials of a row lie: values, LSE and block scales, each a `Strided`."""
+        """Returns where the partials of a row lie: values, LSE and block scales, each a `Strided`."""
         rows_apart, heads = Int32(partials.lse.stride[0]), partials.lse.shape[3]
         row = Int64(first * rows_apart + head + (0 if self.spec.balanced else query * heads))
         arrays = []
@@ -138,7 +138,7 @@ class PartialMerger:
         if tidx == 0:
             while cute.arch.load(counter, Int32, sem="acquire", scope="gpu") < partials:
                 pass
-            # counts this part; the last one sets 0: all have seen the partials by then
+            # counts this part; the last part resets the counter: all have seen the partials by then
             cute.arch.inline_ptx(
                 "red.relaxed.gpu.global.inc.u32 [{$r0}], {$r1};",
                 read_only_args=[Int64(counter.toint()), partials + parts - 1],

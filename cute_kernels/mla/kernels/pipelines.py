@@ -10,23 +10,23 @@ from cute_kernels.mla.spec import MlaDecodeSpec
 
 
 class NamedBarrier(IntEnum):
-    """Barrier 0 is that of all threads of the CTA."""
+    """Named barriers. Barrier 0 is for all threads of the CTA."""
 
-    QK = 1  # the QK warpgroups: votes on Q, and its hand-over
+    QK = 1  # the QK warpgroups: votes on Q, and the hand-over of Q
     PV = 3  # both PV warpgroups: a partial is in global memory; halves of P
-    QK_TILE = 6  # and 7: one QK warpgroup, votes on the scales of a key tile that is scaled
+    QK_TILE = 6  # and 7: one QK warpgroup, votes on the scales of a key tile
     SOFTMAX = 5  # the softmax: votes on the scales of a key tile
 
 
 class MlaPipelines(NamedTuple):
-    """Edges between the roles. Tiles are key tiles, counted through all work tiles of a CTA; of `q` loads.
+    """Edges between the roles. Tiles are key tiles, counted through all work tiles of a CTA; for `q` they are loads.
 
     q     Q, which TMA brings, to QK
-    keys  key tiles, from the load warpgroup, or from TMA that PV issues; PV frees them last
+    keys  key tiles, from the load warpgroup, or from TMA that PV issues; PV frees them
     s     S, from QK to the softmax
     p     P, weights, flags and factors, from the softmax to PV
-    rope  rope parts; where PV issues TMA, QK frees them before the codes are free
-    raw   where PV expands codes: rows as they are copied, from the load warpgroup to PV
+    rope  rope parts; if PV issues TMA, QK frees them before the codes are free
+    raw   if PV expands codes: rows as they are copied, from the load warpgroup to PV
     """
 
     q: Pipeline
@@ -38,7 +38,7 @@ class MlaPipelines(NamedTuple):
 
 
 def pipelines(spec: MlaDecodeSpec) -> MlaPipelines:
-    """The edges of a kernel."""
+    """Makes the edges of a kernel."""
     load = 257 if spec.pv_issues_tma else 256  # load threads and their copies; one more announces the bytes of TMA
     return MlaPipelines(
         q=q_pipeline(spec.heads, spec.d_qk),
@@ -47,7 +47,7 @@ def pipelines(spec: MlaDecodeSpec) -> MlaPipelines:
             spec.stages,
             producers=load,
             consumers=256,
-            bytes=0 if spec.sparse else TILE_BYTES,  # of a whole key tile of a page; others come by cp.async
+            bytes=0 if spec.sparse else TILE_BYTES,  # bytes of a whole key tile of a page; others use cp.async
             full="a key tile is loaded, its mask set",
             empty="PV has its codes in registers",
         ),
@@ -77,6 +77,6 @@ def pipelines(spec: MlaDecodeSpec) -> MlaPipelines:
             "raw",
             spec.stages,
             producers=256 if spec.pv_expands else 0,
-            full="rows to expand are copied; or others come, or none do",
+            full="the stage is ready to expand, needs no expansion, or is empty (NO_TILE)",
         ),
     )

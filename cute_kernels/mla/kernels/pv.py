@@ -37,12 +37,12 @@ from cute_kernels.mla.kernels.tile import QUANT_TILES
 from cute_kernels.mla.kernels.value_units import inverse_power, v_moves, v_units
 from cute_kernels.mla.spec import EVENTS, NARROW, ROLES, TOKENS_PER_TILE, WGMMA_ROWS, MlaDecodeSpec
 
-ROW_BLOCKS = 4  # of 64 rows of O^T, of a warpgroup: two of a thread's eight values each
+ROW_BLOCKS = 4  # a warpgroup's blocks of 64 rows of O^T: two of a thread's eight values each
 KEY_BLOCKS = TOKENS_PER_TILE // 16
 
 
 class Epilogue(NamedTuple):
-    """What is stored of a work tile: O^T times `factor` of each column, and the log-sum-exp of head `tid`.
+    """Arguments of the stores of a work tile: O^T times `factor` of each column, and the log-sum-exp of head `tid`.
 
     has_scales  1 if a partial has block scales of its own: O is not in units of V_UNIT, or V was not float16
     """
@@ -56,9 +56,9 @@ class Epilogue(NamedTuple):
 class PvWarpgroups:
     """Device code for 2 x 128 threads: O^T += V^T P^T, and the result.
 
-    A warp has 64 neighbouring values of V, so one quant tile, and a thread eight of them: its rows g and g + 8 of four
-    blocks of 64 rows of O^T. It reads eight codes of each of four keys at once; two byte permutations and four
-    conversions make its part of V^T of two blocks. Scales are applied to V, relative to the unit of O_j:
+    A warp has 64 neighbouring values of V, which lie in one quant tile, and a thread eight of them: its rows g and g +
+    8 of four blocks of 64 rows of O^T. It reads eight codes of each of four keys at once; two byte permutations and
+    four conversions make its part of V^T of two blocks. Scales are applied to V, relative to the unit of O_j:
 
         O_j += (weight_j code_j) P                           rounded to float16 once more
 
@@ -68,19 +68,19 @@ class PvWarpgroups:
     def __init__(self, spec: MlaDecodeSpec):
         self.spec = spec
         self.heads = spec.heads
-        self.columns = spec.heads // 4  # of a thread
+        self.columns = spec.heads // 4  # columns of a thread
         self.v_fragments = 2 * ROW_BLOCKS if spec.few_heads else 2  # half of them is made while wgmma reads the others
         self.scheduler = Scheduler(spec)
         self.edges = pipelines(spec)
-        self.units = self.moving_units = QUANT_TILES  # of O; the last ones may be fixed
-        self.slow_flags = BFLOAT16 | HALVES if spec.splits_p else BFLOAT16  # of a tile that `add_bfloat16` multiplies
+        self.units = self.moving_units = QUANT_TILES  # units of O; the last ones may be fixed
+        self.slow_flags = BFLOAT16 | HALVES if spec.splits_p else BFLOAT16  # flags of tiles for `add_bfloat16`
         if spec.split:
             self.merger = PartialMerger(spec)
         self.tracer = Tracer(spec.trace, len(ROLES))
 
     @cute.jit
     def run(self, smem, table: WorkTable, pages: tuple, results: Results, counters: Int64, wg: Int32, tidx: Int32, tid):
-        """All work tiles of this CTA; `wg` is 0 or 1, `tidx` the thread of the CTA, `tid` that of the warpgroup."""
+        """Computes all work tiles of this CTA. `wg` is 0 or 1; `tidx` counts threads of the CTA, `tid` of the group."""
         first_work, end_work, step = table.share.first, table.share.end, table.share.step
         divisors = table.divisors
         done = Int32(0)
@@ -116,7 +116,7 @@ class PvWarpgroups:
         wg: Int32,
         tid: Int32,
     ):
-        """O of the key tiles done, done + 1, ... of a work tile, and its epilogue."""
+        """Computes O of the key tiles done, done + 1, ... of a work tile, and runs its epilogue."""
         mma, mma_bfloat16 = tiled_mmas(self.heads)
         shape = mma.partition_shape_C((WGMMA_ROWS, self.heads))
         acc_o = [cute.make_rmem_tensor(shape, Float32) for _ in range(ROW_BLOCKS)]
@@ -127,7 +127,7 @@ class PvWarpgroups:
         for tile in cutlass.range(done, done + tiles, unroll=1):
             stage, p_stage = self.edges.keys.index(tile), self.edges.p.index(tile)
             self.stamp(smem, tile, 0, 0, wg, tid)
-            self.edges.keys.wait(smem, tile)  # completed long ago
+            self.edges.keys.wait(smem, tile)  # complete long ago
             self.load_first(smem, raw[0], stage, line, wg, tid)  # some 100 clocks, overlapped with the wait for P
             self.edges.p.wait(smem, tile)
             self.load_late(smem, raw[0], stage, line, wg, tid)
@@ -184,14 +184,14 @@ class PvWarpgroups:
                 if units[j, p_stage] != V_UNIT:
                     has_scales = Int32(1)
             self.edges.p.release(smem, done - 1)
-        # a partial without block scales is relative to V_UNIT, which is then the scale of all
+        # a partial without block scales is relative to V_UNIT, which is the scale of all its values
         if const_expr(self.spec.balanced):
             unit *= cutlass.select_(is_whole | has_scales != 0, Float32(1.0), Float32(1.0 / V_UNIT))
         elif const_expr(self.spec.split):
             unit *= cutlass.select_(has_scales != 0, Float32(1.0), Float32(1.0 / V_UNIT))
         for c in cutlass.range_constexpr(self.columns):
             factor[c] *= unit
-        # located again, not kept: each register counts while O is held
+        # located again instead of kept: each register counts while O is held
         work = self.scheduler.locate(registers.opaque(index), table)
         epilogue = Epilogue(acc_o, factor, lse, has_scales)
         if const_expr(self.spec.balanced):
@@ -206,14 +206,14 @@ class PvWarpgroups:
 
     @cute.jit
     def load_announced(self, smem, pages: tuple, tile: Int32, wg: Int32, tid: Int32):
-        """One warp issues the TMA of the key tile that replaces `tile`, if the load warpgroup has announced it."""
+        """Makes one warp issue the TMA of the key tile that replaces `tile`, if the load warpgroup has announced it."""
         if const_expr(self.spec.pv_issues_tma):
             if wg == 0 and tid // 32 == 0:
                 self.issue_announced(smem, pages, tile)
 
     @cute.jit
     def issue_announced(self, smem, pages: tuple, tile: Int32):
-        """Issues it once all have read `tile`. Called by one warp."""
+        """Issues the TMA of the announced key tile once all threads have read `tile`. Called by one warp."""
         following = tile + self.spec.stages
         p_stage = self.edges.p.index(tile)
         sAnnounced = smem.announced.get_tensor(cute.make_layout((2, self.spec.p_stages)))
@@ -241,12 +241,12 @@ class PvWarpgroups:
                     o[r, c] *= factor[c]
 
     def unit_index(self, wg: Int32, tid: Int32) -> Int32:
-        """Which unit a thread's values have: that of their quant tile."""
+        """Returns the index of the unit that a thread's values have: of their quant tile."""
         return 2 * wg + tid // 64
 
     @cute.jit
     def flags(self, smem, p_stage: Int32) -> Int32:
-        """The flags of a tile, from all warps of the softmax."""
+        """Returns the flags of a tile, from all warps of the softmax."""
         words = cute.make_rmem_tensor(WARPS, Int32)
         pointer = smem.flags.data_ptr() + cute.assume(WARPS * p_stage, divby=WARPS)
         cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(WARPS)), words)
@@ -254,7 +254,7 @@ class PvWarpgroups:
 
     @cute.jit
     def line(self, wg: Int32, tid: Int32):
-        """Offset of a thread's codes of its first key in a stage."""
+        """Returns the offset of a thread's codes of its first key in a stage."""
         warp_idx, g, q = tid // 32, tid % 32 // 4, tid % 4
         quant_tile, chunk = 2 * wg + warp_idx // 2, 4 * (warp_idx % 2) + g // 2
         line = quant_tile * (TOKENS_PER_TILE * LINE_BYTES) + line_offset(2 * q, chunk) + g % 2 * 8
@@ -263,37 +263,37 @@ class PvWarpgroups:
 
     @cute.jit
     def expand(self, smem, tile: Int32, wg: Int32, tid: Int32):
-        """Expands the codes of a key tile, once they are copied, where PV does so."""
+        """Expands the codes of a key tile, once they are copied, if PV has to."""
         raise NotImplementedError
 
     @cute.jit
     def load_first(self, smem, raw: cute.Tensor, stage: Int32, line: Int32, wg: Int32, tid: Int32):
-        """Starts to load the first values of a tile before P is there."""
+        """Starts loading the first values of a tile before P is there."""
         self.load_codes(smem, raw, stage, 0, line)
 
     @cute.jit
     def load_late(self, smem, raw: cute.Tensor, stage: Int32, line: Int32, wg: Int32, tid: Int32):
-        """Starts to load the first values that may not be loaded before P is there; here there are none."""
+        """Starts loading the first values that may not be loaded before P is there; here there are none."""
 
     @cute.jit
     def load_codes(self, smem, raw: cute.Tensor, stage: Int32, block, line: Int32):
-        """Codes of a block of 16 keys: of the keys of a thread's four columns of A (4), eight values each (8)."""
+        """Loads codes of a block of 16 keys: of the keys of a thread's four columns of A (4), eight values each (8)."""
         start = stage * CODES_BYTES + block * (16 * LINE_BYTES)
         for i in cutlass.range_constexpr(4):
-            key = (line ^ (16 * (i % 2))) + LINE_BYTES * (i % 2 + 8 * (i // 2))  # of a neighbour chunks are swapped
+            key = (line ^ (16 * (i % 2))) + LINE_BYTES * (i % 2 + 8 * (i // 2))  # the odd key's chunks are swapped
             pointer = smem.codes.data_ptr() + cute.assume(start + key, divby=8)
             source = cute.make_tensor(cute.recast_ptr(pointer, dtype=Int32), cute.make_layout(2))
             cute.autovec_copy(source, raw[None, i])
 
     def p_operands(self, smem, mma: cute.TiledMma, tid: Int32, dtype: Any = Float16) -> cute.Tensor:
-        """P^T as the second operand: (.., block of 16 keys, stage)."""
+        """Returns P^T as the second operand: (.., block of 16 keys, stage)."""
         layout = p_layout(self.heads)
         sP = smem.p.get_tensor(layout.outer, swizzle=layout.inner, dtype=dtype)
         return mma.make_fragment_B(mma.get_slice(tid).partition_B(sP))
 
     @cute.jit
     def add_tile(self, smem, mma: cute.TiledMma, acc_o, raw, pages: tuple, tile: Int32, line, wg, tid):
-        """O^T += (V weight)^T P^T. Converts the next row blocks while wgmma reads the current ones.
+        """Adds (V weight)^T P^T to O^T. Converts the next row blocks while wgmma reads the current ones.
 
         `raw` has the codes of the first 16 keys.
         """
@@ -333,11 +333,11 @@ class PvWarpgroups:
     def add_bfloat16(
         self, smem, mma: cute.TiledMma, acc_o, flags: Int32, stage: Int32, p_stage: Int32, line: Int32, wg, tid
     ):
-        """O^T += V^T P^T in bfloat16, whose range is that of float32: rare, so blocks of keys are a loop.
+        """Adds V^T P^T to O^T in bfloat16, whose range is that of float32: rare, so blocks of keys are a loop.
 
-        P is bfloat16 already. With HALVES it is float16, and two bfloat16 numbers are made of it in turn, which takes
-        twice as long: one key outweighs all others there, so what rounding P costs is no mean of many. V is code times
-        scale in float32, in units of O, rounded once.
+        P is bfloat16 already, unless HALVES is set. Then P is float16, and is split into two bfloat16 numbers in turn,
+        which takes twice as long: one key outweighs all others there, so the rounding error of P does not average out.
+        V is code times scale in float32, in units of O, rounded once.
         """
         if const_expr(self.spec.splits_p):
             self.add_halves(smem, mma, acc_o, flags, stage, p_stage, line, wg, tid)
@@ -348,7 +348,7 @@ class PvWarpgroups:
     def add_halves(
         self, smem, mma: cute.TiledMma, acc_o, flags: Int32, stage: Int32, p_stage: Int32, line: Int32, wg, tid
     ):
-        """Does that once with P as bfloat16, or twice with what `store_half_of_p` makes of P as float16."""
+        """Calls `add_rounded` once with P as bfloat16, or twice with the halves that `store_half_of_p` makes of P."""
         halves, p = Int32(1), cute.make_rmem_tensor(self.heads // 8, Int32)
         p.fill(0)
         is_float16 = flags & (BFLOAT16 | HALVES) == HALVES
@@ -362,7 +362,7 @@ class PvWarpgroups:
 
     @cute.jit
     def store_half_of_p(self, smem, p: cute.Tensor, half: Int32, p_stage: Int32, wg: Int32, tid: Int32):
-        """Replaces a thread's share of P by P rounded to bfloat16 or, with half = 1, by what that takes off."""
+        """Replaces a thread's share of P by P rounded to bfloat16 or, with half = 1, by the rest of that rounding."""
         words = self.words_of_p(smem, p_stage, wg, tid)
         cute.arch.barrier(barrier_id=NamedBarrier.PV, number_of_threads=256)  # all have multiplied by the other half
         for i in cutlass.range_constexpr(cute.size(words)):
@@ -374,7 +374,7 @@ class PvWarpgroups:
         cute.arch.barrier(barrier_id=NamedBarrier.PV, number_of_threads=256)
 
     def words_of_p(self, smem, p_stage: Int32, wg: Int32, tid: Int32) -> cute.Tensor:
-        """A thread's share of the P of a tile in shared memory, pairs of neighbours: a 256th, of whichever keys."""
+        """Returns a thread's share of a tile's P in shared memory, pairs of neighbours: a 256th, of whichever keys."""
         words = self.heads // 8
         start = p_stage * (TOKENS_PER_TILE * self.heads // 2) + (128 * wg + tid) * words
         pointer = cute.recast_ptr(smem.p.data_ptr(), dtype=Int32) + cute.assume(start, divby=words)
@@ -382,7 +382,7 @@ class PvWarpgroups:
 
     @cute.jit
     def add_rounded(self, smem, mma: cute.TiledMma, acc_o, stage: Int32, p_stage: Int32, line: Int32, wg, tid):
-        """Adds what P gives, which is bfloat16 in shared memory."""
+        """Adds V^T P^T to O^T, P being bfloat16 in shared memory."""
         rP = self.p_operands(smem, mma, tid, BFloat16)[None, None, None, p_stage]
         fragments = [mma.make_fragment_A(mma.partition_shape_A((WGMMA_ROWS, 16))) for _ in range(2)]
         raw, half = cute.make_rmem_tensor((2, 4), Int32), cute.make_rmem_tensor(8, Float16)
@@ -423,8 +423,8 @@ class PvWarpgroups:
     def store_partial(self, epilogue: Epilogue, results: Results, work: WorkTile, wg: Int32, tid: Int32):
         """Stores a partial: O as float16, its log-sum-exp, and block scales.
 
-        In units of V_UNIT O is a mean of numbers that float16 held as V, so that is the block scale of all. Else each
-        64 values, those of a warp, have their own.
+        In units of V_UNIT O is a mean of numbers that float16 held as V, so V_UNIT is the block scale of all. Otherwise
+        each warp's 64 values have a scale of their own.
         """
         mPartial, mPartialLse, mScales = results.partials
         h_q = results.mSink.shape[0]
@@ -432,7 +432,7 @@ class PvWarpgroups:
         head = head_block * self.heads + tid
         if wg == 0 and tid < self.heads and head < h_q:
             mPartialLse[split, request, query, head] = epilogue.lse
-            if epilogue.has_scales == 0:  # negative: the block scale of all values
+            if epilogue.has_scales == 0:  # negative: the common block scale
                 mScales[split, request, query, head, 0] = Float32(-V_UNIT)
         rows = mPartial[split, request, query, None, None]
         scales = mScales[split, request, query, None, 4 * wg + tid // 32]
@@ -442,10 +442,10 @@ class PvWarpgroups:
     def store(
         self, epilogue: Epilogue, rows: cute.Tensor, scales, h_q: Int32, head_block: Int32, wg: Int32, tid: Int32
     ):
-        """Stores O times the factor of each head, eight neighbouring values at once; by block scale where it has some.
+        """Stores O times the factor of each head, eight neighbouring values at once; divided by block scales if any.
 
-        One branch for all heads: one for each leaves gaps in code that runs once, which cost a short call 2 to 16%. Not
-        with 8 heads of block tables: ptxas would keep PV's loop counters in registers of each thread, which costs 10%.
+        One branch covers all heads: one each leaves gaps in code that runs once, which cost a short call 2 to 16%. With
+        8 heads and block tables each has one: ptxas would keep PV's loop counters in registers of each thread (10%).
         """
         one_branch = const_expr(self.spec.sparse or self.heads > min(NARROW))
         if const_expr(scales is not None and one_branch):
@@ -461,7 +461,7 @@ class PvWarpgroups:
         self, epilogue: Epilogue, rows: cute.Tensor, scales, h_q: Int32, head_block: Int32, wg: Int32, tid: Int32,
         is_known: cutlass.Constexpr,
     ):  # fmt: skip
-        """The same. `is_known`: whether there are block scales says `scales`; else each head asks."""
+        """Does what `store` does. If `is_known`, `scales` tells whether there are block scales; else each head asks."""
         first = 256 * wg + 64 * (tid // 32) + 8 * (tid % 32 // 4)
         eight, factor = cute.make_rmem_tensor(8, Float32), epilogue.factor
         for c in cutlass.range_constexpr(self.columns):
@@ -484,14 +484,14 @@ class PvWarpgroups:
 
     @cute.jit
     def store_scale(self, eight: cute.Tensor, scales: cute.Tensor, head: Int32, h_q: Int32, tid: Int32):
-        """Divides eight numbers by the block scale that they share with those of other lanes, and stores that."""
+        """Divides eight numbers by the block scale that they share with other lanes' numbers, and stores the scale."""
         scale = self.divide_by_scale(eight)
         if tid % 32 < 4 and head < h_q:
             scales[head] = scale
 
     @cute.jit
     def divide_by_scale(self, eight: cute.Tensor) -> Float32:
-        """Divides 64 numbers, those of eight lanes, by their block scale, which it returns."""
+        """Divides 64 numbers, held by eight lanes, by their block scale, and returns the scale."""
         peak = Float32(0.0)
         for i in cutlass.range_constexpr(8):
             peak = cute.arch.fmax(peak, cute.arch.fmax(eight[i], -eight[i]))
@@ -503,6 +503,6 @@ class PvWarpgroups:
 
     @cute.jit
     def stamp(self, smem, tile: Int32, event: cutlass.Constexpr, edge: cutlass.Constexpr, wg: Int32, tid: Int32):
-        """A timestamp of a key tile."""
+        """Stores a timestamp of a key tile."""
         for w in cutlass.range_constexpr(2):
             self.tracer.stamp(smem.trace.ptr, 2 + w, len(EVENTS[2]) * tile + event, edge, wg == w and tid == 0)

@@ -28,10 +28,10 @@ from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS, NOPE, QUANT_TILE, QUANT
 from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, WGMMA_ROWS, MlaDecodeSpec
 
 PREFETCH_TILES = 6  # key tiles before the next work tile at which L2 is asked for its Q: all CTAs want 73 KB at once
-CHUNKS = NOPE // BLOCK_COLUMNS  # of 64 columns: 16 codes of each of a thread's rows
+CHUNKS = NOPE // BLOCK_COLUMNS  # chunks of 64 columns: 16 codes of each of a thread's rows
 CHUNKS_PER_SCALE = QUANT_TILE // BLOCK_COLUMNS
 MAX_SCALE = 2.0**40
-MIN_SCALE = 2.0**-50  # divides in place of a smaller scale; what that adds to a score is below 2^-34 of a head's peak
+MIN_SCALE = 2.0**-50  # divides in place of a smaller scale, which changes a score by less than 2^-34 of a head's peak
 
 
 class QkWarpgroups:
@@ -41,21 +41,21 @@ class QkWarpgroups:
 
     K is made in registers: a thread reads 16 codes of a row at once and converts them, exactly.
 
-    Two accumulators take the quant tiles in turn. Before its second one each is multiplied by the ratio of their
-    scales, overlapped with wgmma into the other, and at the end by the last scale. 64 columns of K are held twice, so
-    that 8 products of 16 columns follow each other while the next codes are converted. A scale below MIN_SCALE counts
-    as that. A tile with one above MAX_SCALE, whose ratios float32 may not hold, is found in time and computed by
-    `slow_tile`. S is stored as it is; what makes a score of it, `unit`, follows with each key tile.
+    Two accumulators take the quant tiles in turn. Before its second tile, each is multiplied by the ratio of their
+    scales while wgmma writes the other one, and at the end by the last scale. 64 columns of K are held twice, so that 8
+    products of 16 columns follow each other while the next codes are converted. A scale below MIN_SCALE counts as
+    MIN_SCALE. A tile with a scale above MAX_SCALE, whose ratios float32 may not hold, is found in time and computed by
+    `slow_tile`. S is stored unscaled; `unit`, which turns it into a score, is stored with each key tile.
 
-    With few heads QK of a tile is a chain of waits, not work: two warpgroups take every second tile each and have their
-    own stage of S. They share Q, convert it together, and meet where the Q of the next work tile replaces it.
-    `warp_idx` counts through both, `tid` within one.
+    With few heads, QK of a tile is a chain of waits rather than work: two warpgroups take every second tile each and
+    have their own stage of S. They share Q, convert it together, and meet before the Q of the next work tile replaces
+    it. `warp_idx` counts through both, `tid` within one.
     """
 
     def __init__(self, spec: MlaDecodeSpec):
         self.spec = spec
         self.heads = spec.heads
-        self.columns = spec.heads // 4  # of a thread
+        self.columns = spec.heads // 4  # columns of a thread
         self.accumulators = 2
         self.warpgroups = spec.qk_warpgroups
         self.threads = 128 * spec.qk_warpgroups
@@ -67,7 +67,7 @@ class QkWarpgroups:
 
     @cute.jit
     def run(self, smem, q_tma: QTma, scale_log2: Float32, table: WorkTable, warp_idx: Int32, tidx: Int32):
-        """S of all work tiles of this CTA."""
+        """Computes S of all work tiles of this CTA."""
         first_work, end_work, step = table.share.first, table.share.end, table.share.step
         work = self.scheduler.locate(first_work, table)
         if warp_idx == 0 and first_work < end_work:
@@ -81,10 +81,10 @@ class QkWarpgroups:
             has_next = following < end_work
             last = cutlass.min(following, end_work - 1)
             next_work = self.scheduler.locate(last, table)
-            tid = tidx % 128  # in the loop: ptxas generates other code for 32 heads if it is computed before
+            tid = tidx % 128  # inside the loop: ptxas generates other code for 32 heads if it is computed before
             has_powers = self.q.prepare(smem, scale_log2, loads, warp_idx, tid)
             loads += 1
-            length = self.scheduler.length(next_work, table.mLength)  # a work tile ahead: it takes some 1000 clocks
+            length = self.scheduler.length(next_work, table.mLength)  # a work tile ahead: it takes about 1000 clocks
             self.qk_work_tile(smem, q_tma, done, keys.tiles, has_next, last, table, has_powers, warp_idx, tid)
             done += keys.tiles
 
@@ -102,9 +102,9 @@ class QkWarpgroups:
         warp_idx: Int32,
         tid: Int32,
     ):
-        """S of the key tiles done, done + 1, ... of a work tile, whose Q is ready; starts the load of the next Q.
+        """Computes S of the key tiles done, done + 1, ... of a work tile, whose Q is ready; starts loading the next Q.
 
-        L2 is asked for that PREFETCH_TILES earlier.
+        L2 is asked for the next Q PREFETCH_TILES earlier.
         """
         shape = tiled_mmas(self.heads)[0].partition_shape_C((WGMMA_ROWS, self.heads))
         acc = tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(2))
@@ -133,7 +133,7 @@ class QkWarpgroups:
                 if has_next and warp_idx == 0:
                     prefetch_q(*q_tma, self.scheduler.locate(next_work, table), self.heads)
         if has_next:
-            # all have read this Q
+            # all threads have read this Q
             cute.arch.barrier(barrier_id=NamedBarrier.QK, number_of_threads=self.threads)
             if warp_idx == 0:
                 start_q(smem, *q_tma, self.scheduler.locate(next_work, table), self.heads)
@@ -148,12 +148,12 @@ class QkWarpgroups:
         tile: Int32,
         tid: Int32,
     ):
-        """Computes and stores S^T of a tile; returns 1, storing nothing, where it takes `slow_tile`.
+        """Computes and stores S^T of a tile; returns 1, and stores nothing, if the tile has to take `slow_tile`.
 
-        That is where a scale is out of range or blocks of Q have powers of their own.
+        That is so if a scale is out of range or blocks of Q have powers of their own.
 
-        Each accumulator holds its sum relative to the scale of its last quant tile. The rope part comes last, so the
-        first products wait for nothing but codes.
+        Each accumulator holds its sum relative to the scale of its last quant tile. The rope part comes last, so that
+        the first products wait only for codes.
         """
         self.stamp(smem, tile, 0, 0, tid)
         stage = self.edges.keys.index(tile)
@@ -185,7 +185,7 @@ class QkWarpgroups:
             rope = self.rope_operand()
             self.load_rope(smem, rope, tile, tid)
             self.issue_rope(smem, acc[0], rope, True, tid)
-        # overlapped with it
+        # overlapped with wgmma
         factors = self.scale_ratios(smem, stage, QUANT_TILES - 1, tid)
         self.multiply_rows(acc[1], factors)
         is_slow = Int32(0)
@@ -199,7 +199,7 @@ class QkWarpgroups:
         return is_slow
 
     def q_operands(self, smem, mma: cute.TiledMma, tid: Int32, dtype) -> cute.Tensor:
-        """Q as the second operand: (.., block of 16 columns)."""
+        """Returns Q as the second operand: (.., block of 16 columns)."""
         layout = q_layout(self.heads, self.spec.d_qk)
         sQ = smem.q.get_tensor(layout.outer, swizzle=layout.inner, dtype=dtype)
         return mma.make_fragment_B(mma.get_slice(tid).partition_B(sQ))[None, None, None, 0]
@@ -216,13 +216,13 @@ class QkWarpgroups:
 
     @cute.jit
     def scale_ratios(self, smem, stage: Int32, quant_tile: cutlass.Constexpr, tid: Int32):
-        """The scale of a quant tile over that of the next but one, or over 1, for each of a thread's two rows."""
+        """Returns a quant tile's scale over that of the next but one, or over 1, for each of a thread's two rows."""
         sScale = scale_tensor(smem, self.spec.stages)
         factors = []
         for r in cutlass.range_constexpr(2):
             token = stage * TOKENS_PER_TILE + key_of_row(tid, r)
             factor = sScale[quant_tile, token]
-            if const_expr(quant_tile >= 2):  # it divided before
+            if const_expr(quant_tile >= 2):  # this scale was a divisor before
                 factor = cute.arch.fmax(factor, Float32(MIN_SCALE))
             if const_expr(quant_tile + 2 < QUANT_TILES):
                 divisor = cute.arch.fmax(sScale[quant_tile + 2, token], Float32(MIN_SCALE))
@@ -240,7 +240,7 @@ class QkWarpgroups:
 
     @cute.jit
     def scales_in_range(self, smem, stage: Int32, tid: Int32):
-        """Whether no scale of a tile is above MAX_SCALE, NaN or negative; the same in all threads."""
+        """Returns whether no scale of a tile is above MAX_SCALE, NaN or negative; the same in all threads."""
         lane, scales = tid % 32, cute.make_rmem_tensor((QUANT_TILES, 2), Float32)
         for i in cutlass.range_constexpr(2):
             self.load_scales(smem, scales[None, i], stage, lane + 32 * i)
@@ -253,7 +253,7 @@ class QkWarpgroups:
 
     @cute.jit
     def slow_tile(self, smem, acc: cute.Tensor, raw: cute.Tensor, tile: Int32, tid: Int32):
-        """S^T of a tile, each chunk times its scale and the power of its block of Q in float32: rare, so in turn."""
+        """Computes S^T of a tile, each chunk times its scale and its power of Q, in float32: rare, so one by one."""
         stage, mma = self.edges.keys.index(tile), tiled_mmas(self.heads)[0]
         rQ = self.q_operands(smem, mma, tid, Float16)
         result = cute.make_rmem_tensor_like(acc)
@@ -291,7 +291,7 @@ class QkWarpgroups:
 
     @cute.jit
     def shift_columns(self, smem, s: cute.Tensor, tid: Int32):
-        """Multiplies S^T of rope parts of a slow key tile by the powers of its heads."""
+        """Multiplies S^T of the rope parts of a slow key tile by the powers of its heads."""
         shift = cute.make_rmem_tensor(self.columns, Float32)
         copy_columns(smem.q_shift.get_tensor(cute.make_layout(self.heads)), tid, 0, shift)
         for r in cutlass.range_constexpr(2):
@@ -299,12 +299,12 @@ class QkWarpgroups:
                 s[r, i] *= shift[i]
 
     def line(self, tid: Int32) -> Int32:
-        """Offset of a thread's first 16 bytes of its first row, in codes of even chunks and in rope parts."""
+        """Returns the offset of a thread's first 16 bytes of its first row, in codes of even chunks and rope parts."""
         return line_offset(key_of_row(tid, 0), code_chunk(tid % 4, 0))
 
     @cute.jit
     def load_codes(self, smem, raw: cute.Tensor, stage: Int32, c, tid: Int32):
-        """16 codes of each of a thread's two rows, in chunk c of 64 columns."""
+        """Loads 16 codes of each of a thread's two rows, in chunk c of 64 columns."""
         line = self.line(tid)
         start = stage * CODES_BYTES + c // CHUNKS_PER_SCALE * (TOKENS_PER_TILE * LINE_BYTES)
         for r in cutlass.range_constexpr(2):
@@ -314,19 +314,19 @@ class QkWarpgroups:
             cute.autovec_copy(source, raw[None, r])
 
     def rope_operand(self) -> cute.Tensor:
-        """Registers of the rope part of a thread's two rows."""
+        """Makes registers for the rope part of a thread's two rows."""
         mma = tiled_mmas(self.heads)[1]
         return mma.make_fragment_A(mma.partition_shape_A((WGMMA_ROWS, ROPE)))
 
     def rope_stage(self, tile: Int32) -> Int32:
-        """Where the rope part of a tile lies."""
+        """Returns the stage of a tile's rope part."""
         return self.edges.rope.index(tile)
 
     @cute.jit
     def load_rope(self, smem, rope: cute.Tensor, tile: Int32, tid: Int32):
-        """A quarter of the rope part of each of a thread's two rows, eight numbers of either half of it.
+        """Loads a quarter of the rope part of each of a thread's two rows, eight numbers of either half of it.
 
-        Into registers: wgmma would read rows from shared memory in another order than that of `key_of_row`.
+        It goes into registers: wgmma would read rows from shared memory in another order than `key_of_row`.
         """
         words, four = cute.recast_tensor(rope, Int32), cute.make_rmem_tensor(4, Int32)
         line, start = self.line(tid), self.rope_stage(tile) * ROPE_BYTES
@@ -340,7 +340,7 @@ class QkWarpgroups:
 
     @cute.jit
     def widen(self, raw: cute.Tensor, operand: cute.Tensor):
-        """Four blocks of 16 columns of A, from 16 codes of each of two rows."""
+        """Converts 16 codes of each of two rows to four blocks of 16 columns of A."""
         words = cute.recast_tensor(operand, Int32)
         for r in cutlass.range_constexpr(2):
             numbers = row_numbers(raw, r)
@@ -349,13 +349,13 @@ class QkWarpgroups:
 
     @cute.jit
     def load_scales(self, smem, scales: cute.Tensor, stage: Int32, row: Int32):
-        """The scales of a row."""
+        """Loads the scales of a row."""
         pointer = smem.scale.data_ptr() + cute.assume((stage * TOKENS_PER_TILE + row) * QUANT_TILES, divby=QUANT_TILES)
         cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(QUANT_TILES)), scales)
 
     @cute.jit
     def store_s(self, smem, acc: tuple, tile: Int32, tid: Int32, is_shifted: cutlass.Constexpr = False):
-        """Stores S^T, the sum of the accumulators, for the softmax, which has read the stage."""
+        """Stores S^T, the sum of the accumulators, for the softmax, once it has emptied the stage."""
         s, q = [wgmma.by_row(acc[i]) for i in range(self.accumulators)], tid % 4
         s_stage = self.edges.s.index(tile)
         self.store_unit(smem, s_stage, tid, is_shifted)
@@ -374,7 +374,7 @@ class QkWarpgroups:
 
     @cute.jit
     def store_unit(self, smem, s_stage: Int32, tid: Int32, is_shifted: cutlass.Constexpr):
-        """Stores the units of heads, with S of each key tile: they change with Q, and Q is ahead of the softmax."""
+        """Stores the units of heads with S of each key tile: they change with Q, and Q is ahead of the softmax."""
         sSource = smem.q_unit.get_tensor(cute.make_layout(self.heads))
         sShift = smem.q_shift.get_tensor(cute.make_layout(self.heads))
         sUnit = smem.unit.get_tensor(cute.make_layout((self.heads, self.warpgroups)))
@@ -391,5 +391,5 @@ class QkWarpgroups:
         tid: Int32,
         goes_on: cutlass.Constexpr = False,
     ):
-        """A timestamp of a key tile."""
+        """Stores a timestamp of a key tile."""
         self.tracer.stamp(smem.trace.ptr, 1, len(EVENTS[1]) * tile + event, edge, tid == 0, goes_on)

@@ -1,7 +1,7 @@
 """Quantization of new tokens in the append kernels: the rules of `fp8_mla.pack`, bit for bit, in registers.
 
-A lane has 16 neighbouring elements of a token. The largest magnitude of a quant tile takes no shared memory: shuffles
-among the lanes that share it, none where a tile is what a lane has.
+A lane has 16 neighbouring elements of a token. The largest magnitude of a quant tile takes no shared memory: the lanes
+that share the tile shuffle. A tile of 16 elements belongs to one lane and needs no shuffle.
 """
 
 import struct
@@ -21,7 +21,7 @@ LOP3_OR_AND = 0xF8  # a | (b & c)
 
 
 def bf16_pair(low: float, high: float | None = None) -> int:
-    """The word of two bf16 numbers; one of them twice where one is given."""
+    """Returns the word of two bf16 numbers, or of one twice if only one is given."""
     words = [struct.unpack("<I", struct.pack("<f", x))[0] for x in (low, low if high is None else high)]
     if any(word & 0xFFFF for word in words):
         raise ValueError(f"got {low} and {high}; needs numbers that bf16 holds")
@@ -29,7 +29,7 @@ def bf16_pair(low: float, high: float | None = None) -> int:
 
 
 def packed(operation: str, *operands: Int32 | int, magnitudes: tuple[int, ...] = ()) -> Int32:
-    """`operation` of bf16 pairs, each a register or the word of a constant; of `magnitudes` without their signs."""
+    """Applies `operation` to bf16 pairs, registers or words of constants; `magnitudes` lists those without signs."""
     setup = ""
     names: list[str] = []
     registers: list[Int32] = []
@@ -50,9 +50,9 @@ def packed(operation: str, *operands: Int32 | int, magnitudes: tuple[int, ...] =
 
 @cute.jit
 def largest_bits(words: cute.Tensor, smallest: cutlass.Constexpr, nan: cutlass.Constexpr) -> Int32:
-    """Bits of the largest magnitude in 8 bf16 pairs, `smallest` (bits of a pair) or more.
+    """Returns the bits of the largest magnitude in 8 bf16 pairs, `smallest` (bits of a pair) at least.
 
-    A NaN is the largest (0x7FFF) where `nan`, else it does not count. Bits of magnitudes are in the order of the
+    A NaN is the largest (0x7FFF) if `nan` is true, else it does not count. Bits of magnitudes have the order of the
     numbers.
     """
     operation = "max.NaN.bf16x2" if nan else "max.bf16x2"
@@ -64,7 +64,7 @@ def largest_bits(words: cute.Tensor, smallest: cutlass.Constexpr, nan: cutlass.C
 
 @cute.jit
 def _e4m3(values: cute.TensorSSA) -> cute.Tensor:
-    """16 float32 values -> their codes as bytes: nearest even, saturating, 0x7F for NaN."""
+    """Converts 16 float32 values to codes as bytes: nearest even, saturating, 0x7F for NaN."""
     codes = cute.make_rmem_tensor((VALUES_PER_LANE,), Float8E4M3FN)
     codes.store(values.to(Float8E4M3FN).reshape((VALUES_PER_LANE,)))
     return cute.recast_tensor(codes, Uint8)
@@ -72,12 +72,12 @@ def _e4m3(values: cute.TensorSSA) -> cute.Tensor:
 
 @cute.jit
 def quantize_float32(latent: cute.Tensor, lanes: cutlass.Constexpr):
-    """16 bf16 values of a quant tile of `lanes` lanes -> (16 e4m3 codes as bytes, the float32 scale)."""
+    """Quantizes 16 bf16 values of a quant tile of `lanes` lanes to (16 e4m3 codes as bytes, the float32 scale)."""
     values = latent.load().to(Float32)
     magnitudes = abs(values)
     absmax = Float32(0.0)
     for i in cutlass.range_constexpr(VALUES_PER_LANE):
-        absmax = cute.arch.fmax(absmax, magnitudes[i])  # ignores NaN
+        absmax = cute.arch.fmax(absmax, magnitudes[i])  # this ignores NaN
     absmax = cute.arch.warp_reduction(absmax, cute.arch.fmax, threads_in_group=lanes)
     absmax = cute.arch.fmin(absmax, BF16_MAX)  # an Inf counts as the largest finite value
     # IEEE divisions: approximations differ from the oracle in the last bit now and then
@@ -89,11 +89,11 @@ def quantize_float32(latent: cute.Tensor, lanes: cutlass.Constexpr):
 
 @cute.jit
 def quantize_ue8m0(latent: cute.Tensor, lanes: cutlass.Constexpr):
-    """16 bf16 values of a quant tile of `lanes` lanes -> (16 e4m3 codes as bytes, the ue8m0 scale).
+    """Quantizes 16 bf16 values of a quant tile of `lanes` lanes to (16 e4m3 codes as bytes, the ue8m0 scale).
 
-    448 is 1.75 x 2^8, so the exponent of the scale is that of the largest magnitude less 8, and one more where its
-    fraction is above 0.75, 0x60 of 0x80. An Inf gives the scale of the largest finite value. Products with a power of
-    two are exact, but for those too small to be anything but 0.
+    448 is 1.75 x 2^8, so the exponent of the scale is the largest magnitude's less 8, and one more if its fraction is
+    above 0.75, 0x60 of 0x80. An Inf gives the scale of the largest finite value. Products with a power of two are
+    exact, except for those that are so small that they become 0.
     """
     largest = largest_bits(cute.recast_tensor(latent, Int32), 0, False)
     largest = cute.arch.warp_reduction(largest, cutlass.max, threads_in_group=lanes)
@@ -104,11 +104,11 @@ def quantize_ue8m0(latent: cute.Tensor, lanes: cutlass.Constexpr):
 
 @cute.jit
 def quantize_e2m1(latent: cute.Tensor):
-    """16 bf16 values, a quant tile -> (16 e2m1 codes in two words, the e4m3 scale).
+    """Quantizes 16 bf16 values, a quant tile, to (16 e2m1 codes in two words, the e4m3 scale).
 
-    No value is divided. Where a code begins is a product of the scale, 4 significant bits, and 0.25 to 5, 3 bits: bf16
-    holds it, so a comparison of |x| with it decides as one of the exact quotient does. Three comparisons find the three
-    bits of a magnitude, for two elements at a time:
+    No value is divided. The lower bound of a code is a product of the scale, 4 significant bits, and 0.25 to 5, 3 bits:
+    bf16 holds it, so comparing |x| with it decides as comparing the exact quotient does. Three comparisons find the
+    three bits of a magnitude, for two elements at a time:
 
         b2: |x| >= 1.75         b1: |x| >= 0.75 + 2.75 b2         b0: |x| > 0.25 + 2.25 b2 + (1 + 1.5 b2) b1
 
@@ -119,7 +119,7 @@ def quantize_e2m1(latent: cute.Tensor):
     words = cute.recast_tensor(latent, Int32)
     largest = largest_bits(words, bf16_pair(FP4_MAX * MIN_FP4_SCALE), True)
     is_finite = largest < BF16_INF
-    # the product rounds to where the quotient rounds: a tie is one exactly, anything else is 2^-15 away from it
+    # the product rounds where the quotient rounds: a tie is exact in both, anything else is 2^-15 away from a tie
     ratio = (largest << 16).bitcast(Float32) * Float32(1.0 / FP4_MAX)
     ratio = cutlass.select_(is_finite, ratio, Float32.nan)
     scale, s100 = cute.arch.inline_ptx(
@@ -151,7 +151,7 @@ def quantize_e2m1(latent: cute.Tensor):
         pairs = cute.make_rmem_tensor((2,), Int32)
         for i in cutlass.range_constexpr(2):
             w = 4 * half + 2 * i
-            # low bytes of both words, then their third ones; the same places of `signs` are all ones where x < 0
+            # the low bytes of both words, then their third bytes; the same bytes of `signs` are all ones where x < 0
             low = Int32(cute.arch.prmt(bytes_of[w], bytes_of[w + 1], 0x6240))
             signs = Int32(cute.arch.prmt(words[w], words[w + 1], 0xFBD9))
             pairs[i] = cute.arch.lop3(low, signs, Int32(0x80800808 - 2**32), LOP3_OR_AND)
@@ -162,10 +162,10 @@ def quantize_e2m1(latent: cute.Tensor):
 
 
 def quantize(token_format: TokenFormat, latent: cute.Tensor):
-    """16 bf16 values of a lane, of a format -> (their codes, the scale of their quant tile).
+    """Quantizes 16 bf16 values of a lane for a format; returns (their codes, the scale of their quant tile).
 
     Raises:
-        ValueError: there is no rule for its codes and scales.
+        ValueError: no rule exists for the format's codes and scales.
     """
     types, lanes = (token_format.codes.dtype, token_format.scales.dtype), token_format.quant_tile // VALUES_PER_LANE
     if types == ("float8_e4m3fn", "float32"):

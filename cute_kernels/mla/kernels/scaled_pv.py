@@ -1,4 +1,4 @@
-"""The two PV warpgroups where keys are scaled as operands: O^T += V^T P^T."""
+"""The two PV warpgroups for keys that are scaled as operands: O^T += V^T P^T."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ from cute_kernels.mla.kernels.smem import (
 from cute_kernels.mla.kernels.value_units import inverse_power, v_units
 from cute_kernels.mla.spec import LINE_BYTES, TOKENS_PER_TILE, WGMMA_ROWS, MlaDecodeSpec
 
-EVEN, ODD = 0x5410, 0x7632  # PRMT: the lower halves of two words, the upper ones
+EVEN, ODD = 0x5410, 0x7632  # PRMT: the lower halves of two words, the upper halves
 VALUES_PER_WARP = 64
 
 
@@ -37,12 +37,12 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
     A rope part is the last 64 values, those of one warp, and becomes float16 too. A tile with a scale or a rope part
     out of range of float16 is added in bfloat16 (`add_bfloat16`).
 
-    Where these warpgroups expand codes (`expand`), they do so `expanded_ahead` tiles ahead: the first ones before all
-    else, tile t + 2 once the products of tile t are done, 8 rows a warp. No deadlock: for P of tile t others need tiles
-    up to t expanded, which is done before PV waits for it; for `raw` of tile t + 2 the load warpgroup needs P of t, or
-    of an earlier tile, and stages that PV has given back with tile t - 1. For n tiles of a CTA PV waits for `raw` of
-    n + expanded_ahead, and the load warpgroup gives n + rope_stages, those after the last tile with NO_TILE. No phase
-    is missed: a stage comes again once all of PV have given it back, each after it has waited for its `raw` and `full`.
+    If these warpgroups expand codes (`expand`), they do so `expanded_ahead` tiles ahead: the first tiles before
+    everything else, tile t + 2 once the products of tile t are done, 8 rows a warp. There is no deadlock. P of tile t
+    needs tiles up to t expanded, which is done before PV waits for it. `raw` of tile t + 2 needs P of t, or of an
+    earlier tile, and stages that PV has freed with tile t - 1. For n tiles of a CTA PV waits for `raw` of n +
+    expanded_ahead, and the load warpgroup gives n + rope_stages, those after the last tile with NO_TILE. No phase is
+    missed: a stage comes again only after all PV threads have freed it, each after it has waited for `raw` and `full`.
     """
 
     def __init__(self, spec: MlaDecodeSpec):
@@ -53,9 +53,9 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
 
     @cute.jit
     def expand(self, smem, tile: Int32, wg: Int32, tid: Int32):
-        """Expands the codes of a key tile once they are copied, and arrives on `full`; nothing if it has other codes.
+        """Expands the codes of a key tile once they are copied, and arrives on `full`; does nothing for other codes.
 
-        Nor does a tile after the last one have any.
+        It also does nothing for a tile after the last one.
         """
         stage = self.edges.raw.index(tile)
         self.edges.raw.wait(smem, tile)
@@ -69,7 +69,7 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
 
     @cute.jit
     def load_first(self, smem, raw: cute.Tensor, stage: Int32, line: Int32, wg: Int32, tid: Int32):
-        """Starts to load the first values of a tile before P is there; a rope part QK may still replace."""
+        """Starts loading the first values of a tile before P is there; not rope parts, which QK may still replace."""
         if const_expr(self.spec.has_rope):
             if not self.has_rope(wg, tid):
                 self.load_values(smem, raw, stage, 0, 0, line, wg, tid)
@@ -78,19 +78,19 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
 
     @cute.jit
     def load_late(self, smem, raw: cute.Tensor, stage: Int32, line: Int32, wg: Int32, tid: Int32):
-        """Starts to load the first values of a rope part once P is there."""
+        """Starts loading the first values of a rope part once P is there."""
         if const_expr(self.spec.has_rope):
             if self.has_rope(wg, tid):
                 self.load_values(smem, raw, stage, 0, 0, line, wg, tid)
 
     @cute.jit
     def has_rope(self, wg: Int32, tid: Int32):
-        """Whether a warp has the rope part."""
+        """Returns whether a warp has the rope part."""
         return wg == 1 and tid // 32 == WARPS - 1
 
     @cute.jit
     def line(self, wg: Int32, tid: Int32):
-        """Offset of a thread's codes of its first key in a stage; of a rope part, of its eight numbers."""
+        """Returns the offset of a thread's codes of its first key in a stage; of its eight numbers for a rope part."""
         warp_idx, g, q = tid // 32, tid % 32 // 4, tid % 4
         code_line, chunk, row = 2 * wg + warp_idx // 2, 4 * (warp_idx % 2) + g // 2, 2 * q
         line = code_line * (TOKENS_PER_TILE * LINE_BYTES) + line_offset(row, chunk) + g % 2 * 8
@@ -103,16 +103,16 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
 
     @cute.jit
     def load_values(self, smem, raw: cute.Tensor, stage: Int32, block, half, line: Int32, wg: Int32, tid: Int32):
-        """Of the keys of a thread's four columns of A in a block of 16 keys (4): eight codes, or four rope numbers.
+        """Loads, for a thread's four keys of a block of 16 keys (4), eight codes, or four rope numbers.
 
-        `half` says which four.
+        `half` says which four rope numbers.
         """
         base = Int32(smem.codes.data_ptr().toint()) + stage * codes_bytes(self.spec)
         if const_expr(self.spec.has_rope):
             if self.has_rope(wg, tid):
                 base = Int32(smem.rope.data_ptr().toint()) + stage * ROPE_BYTES + 8 * half
         for i in cutlass.range_constexpr(4):
-            key = (line ^ (16 * (i % 2))) + LINE_BYTES * (i % 2 + 8 * (i // 2))  # of a neighbour chunks are swapped
+            key = (line ^ (16 * (i % 2))) + LINE_BYTES * (i % 2 + 8 * (i // 2))  # the odd key's chunks are swapped
             address = base + block * (16 * LINE_BYTES) + key
             pointer = cute.make_ptr(Int32, address, AddressSpace.smem, assumed_align=8)
             cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), raw[None, i])
@@ -125,17 +125,17 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
 
     @cute.jit
     def order_rope(self, raw: cute.Tensor, m: cutlass.Constexpr, operand: cute.Tensor):
-        """The same from numbers of a rope part, those of its half m // 2, as QK has left them."""
+        """Makes A from numbers of a rope part, from its half m // 2, as QK has left them."""
         for i in cutlass.range_constexpr(4):
             a, b = raw[m % 2, i // 2 * 2], raw[m % 2, i // 2 * 2 + 1]
             operand[i] = Int32(cute.arch.prmt(a, b, Int32(ODD if i % 2 else EVEN)))
 
     def unit_index(self, wg: Int32, tid: Int32) -> Int32:
-        """Which unit a thread's values have: that of the 64 values of its warp."""
+        """Returns the index of the unit that a thread's values have: of the 64 values of its warp."""
         return WARPS * wg + tid // 32
 
     def quant_tile(self, smem, stage: Int32, wg: Int32, tid: Int32) -> Any:
-        """The quant tile of a thread's eight values in the format of a tile."""
+        """Returns the quant tile of a thread's eight values in the format of a tile."""
         warp, tiles = WARPS * wg + tid // 32, []
         for kind in self.spec.kinds:
             per_warp = VALUES_PER_WARP // kind.quant_tile
@@ -146,7 +146,7 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
     def load_multipliers(
         self, smem, quant_tile: Int32, p_stage: Int32, block: cutlass.Constexpr, tid: Int32
     ) -> cute.Tensor:
-        """Multipliers of a thread's four keys of a block, two in a word."""
+        """Loads the multipliers of a thread's four keys of a block, two in a word."""
         words = cute.make_rmem_tensor(2, Int32)
         numbers = cute.recast_tensor(words, Float16)
         start = weights(smem, p_stage, quant_tile, tid, self.spec.scale_bytes)[None, block // 2].iterator
@@ -155,7 +155,7 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
 
     @cute.jit
     def add_tile(self, smem, mma: cute.TiledMma, acc_o, raw, pages: tuple, tile: Int32, line, wg, tid):
-        """O^T += V^T P^T. Converts the next row blocks while wgmma reads the current ones.
+        """Adds V^T P^T to O^T. Converts the next row blocks while wgmma reads the current ones.
 
         `raw` has the codes of the first 16 keys, or the first half of their rope part.
         """
@@ -202,7 +202,7 @@ class ScaledKeyPvWarpgroups(PvWarpgroups):
 
     @cute.jit
     def add_rounded(self, smem, mma: cute.TiledMma, acc_o, stage: Int32, p_stage: Int32, line: Int32, wg, tid):
-        """As `PvWarpgroups.add_rounded`; here V in units of O is exact."""
+        """Does what `PvWarpgroups.add_rounded` does; here V in units of O is exact."""
         rP = self.p_operands(smem, mma, tid, BFloat16)[None, None, None, p_stage]
         fragments = [mma.make_fragment_A(mma.partition_shape_A((WGMMA_ROWS, 16))) for _ in range(2)]
         raw, scales = cute.make_rmem_tensor((2, 4), Int32), cute.make_rmem_tensor(4, Float32)

@@ -1,4 +1,4 @@
-"""The QK warpgroups where keys are scaled as operands: S^T = K Q^T."""
+"""The QK warpgroups for keys that are scaled as operands: S^T = K Q^T."""
 
 from typing import NamedTuple
 
@@ -26,14 +26,14 @@ from cute_kernels.mla.kernels.smem import (
 from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS, QUANT_TILE
 from cute_kernels.mla.spec import LINE_BYTES, TOKENS_PER_TILE, WGMMA_ROWS, MlaDecodeSpec
 
-CHUNKS_PER_POWER = QUANT_TILE // BLOCK_COLUMNS  # a power of two of Q for each 128 columns
-EVEN, ODD = 0x1010, 0x3232  # PRMT: the lower half of a word twice, the upper one
+CHUNKS_PER_POWER = QUANT_TILE // BLOCK_COLUMNS  # one power of two of Q for each 128 columns
+EVEN, ODD = 0x1010, 0x3232  # PRMT: the lower half of a word twice, the upper half twice
 MIN_ROPE, MAX_ROPE = 0x3780, 0x467F  # 2^-16 and 16,320 as bfloat16: four times these are normal float16 numbers
-MAX_PARTIAL_ROPE = 0x4400  # 2^9: float16 holds values up to that over V_UNIT
+MAX_PARTIAL_ROPE = 0x4400  # 2^9: float16 holds values up to 2^9 / V_UNIT
 
 
 class KeyRow(NamedTuple):
-    """One of a thread's two rows of a key tile: scales, or of two formats multipliers of pairs of chunks; factors."""
+    """One of a thread's two rows of a key tile: its scales, or with two formats multipliers of chunk pairs; factors."""
 
     scales: cute.Tensor
     factors: codes.RowFactors
@@ -44,9 +44,9 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
 
         S_k = 2^n_k sum over i of q_i (2^-n_k scale_ki code_ki)      products of float16 numbers, summed in float32
 
-    K is made in registers, exactly: a thread reads 16 codes of a row at once, and they share a scale. The power of a
-    row follows from its largest scale. So one accumulator takes all products, and nothing is multiplied between them. A
-    tile with a row whose scales float16 does not hold takes `slow_tile`, as does one whose Q has powers of blocks.
+    K is made in registers, exactly: a thread reads 16 codes of a row at once, which share a scale. The power of the row
+    follows from its largest scale. So one accumulator takes all products, and nothing is multiplied in between. A tile
+    takes `slow_tile` if a row's scales exceed float16's range, or if blocks of Q have powers of their own.
     """
 
     def __init__(self, spec: MlaDecodeSpec):
@@ -56,7 +56,7 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
 
     @cute.jit
     def fast_tile(self, smem, acc: tuple, raw: cute.Tensor, has_powers: Int32, tile: Int32, tid: Int32):
-        """Computes and stores S^T of a tile; returns 1, storing nothing, where it takes `slow_tile`."""
+        """Computes and stores S^T of a tile; returns 1, and stores nothing, if the tile has to take `slow_tile`."""
         self.stamp(smem, tile, 0, 0, tid)
         stage = self.edges.keys.index(tile)
         self.edges.keys.wait(smem, tile)
@@ -86,7 +86,7 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
         mma = tiled_mmas(self.heads)[0]
         rQ = self.q_operands(smem, mma, tid, Float16)
         self.load_chunk(smem, raw, stage, 0, tid)
-        first = 0 if self.spec.has_rope else 1  # chunk whose operand is in use already
+        first = 0 if self.spec.has_rope else 1  # chunk whose operand is already in use
         for c in cutlass.range_constexpr(self.chunks):
             if const_expr(c > first):
                 warpgroup.wait_group(1)  # products of two groups before have read the registers that are written here
@@ -105,9 +105,9 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
 
     @cute.jit
     def load_rows(self, smem, stage: Int32, tid: Int32) -> list:
-        """A thread's two rows. Those of two formats are alike, so a tile's products are one loop.
+        """Loads a thread's two rows. Rows of two formats get one form, so that a tile's products are one loop.
 
-        In a branch of their own ptxas would serialize them.
+        In a branch per format ptxas would serialize them.
         """
         kinds, keys = self.spec.kinds, [key_of_row(tid, r) for r in range(2)]
         if const_expr(len(kinds) > 1):
@@ -124,7 +124,7 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
 
     @cute.jit
     def load_multipliers(self, smem, kind: cutlass.Constexpr, stage: Int32, keys: list, multipliers: list, tid: Int32):
-        """Multipliers of a thread's codes of two keys, as float16, two chunks a word; returns factors of the rows."""
+        """Loads multipliers of a thread's codes of two keys, float16, two chunks a word; returns the rows' factors."""
         own, factors = codes.of(kind), []
         for r in cutlass.range_constexpr(2):
             words = own.load_row_scales(smem, self.spec, stage, keys[r], tid)
@@ -134,16 +134,16 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
         return factors
 
     def multiplier(self, row: KeyRow, c: int, tid: Int32) -> Int32:
-        """That of a thread's codes of a row in chunk c, twice."""
+        """Returns the multiplier of a thread's codes of a row in chunk c, twice."""
         if len(self.spec.kinds) > 1:
             return Int32(cute.arch.prmt(row.scales[c // 2], Int32(0), Int32(EVEN if c % 2 == 0 else ODD)))
         return codes.of(self.spec.kinds[0]).chunk_multiplier(row.scales, row.factors, c, tid)
 
     @cute.jit
     def multiply_rope(self, smem, acc: cute.Tensor, rope: cute.Tensor, rows: list, tile: Int32, tid: Int32):
-        """Starts S^T of the rope part of a tile, whose operand is `rope`; makes it float16 where it lies, for PV.
+        """Starts S^T of the rope part of a tile, whose operand is `rope`; makes it float16 in place, for PV.
 
-        Not where float16 does not hold that of this warp's 16 keys: then `rope_flags` has BFLOAT16.
+        It stays bfloat16 if float16 does not hold this warp's 16 keys: then `rope_flags` has BFLOAT16.
         """
         rope = cute.make_tensor(cute.recast_ptr(rope.iterator, dtype=BFloat16), rope.layout)
         raw = cute.make_rmem_tensor_like(rope)
@@ -186,7 +186,7 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
 
     @cute.jit
     def slow_tile(self, smem, acc: cute.Tensor, raw: cute.Tensor, tile: Int32, tid: Int32):
-        """S^T of a tile, products of codes times scale and power of Q in float32: rare, so without overlap."""
+        """Computes S^T of a tile: products of codes times scale and power of Q, in float32. Rare, so not overlapped."""
         stage, result = self.edges.keys.index(tile), cute.make_rmem_tensor_like(acc)
         if const_expr(self.spec.has_rope):
             rope = self.rope_operand()
@@ -209,7 +209,7 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
 
     @cute.jit
     def add_slowly(self, smem, acc: cute.Tensor, result: cute.Tensor, raw: cute.Tensor, stage: Int32, tid: Int32):
-        """Adds products of codes of one lane of four times scale and power of Q, in float32, lane after lane."""
+        """Adds, for one lane of four after another, products of codes times scale and power of Q, in float32."""
         mma = tiled_mmas(self.heads)[0]
         rQ = self.q_operands(smem, mma, tid, Float16)
         total, part = wgmma.by_row(result), wgmma.by_row(acc)
@@ -245,10 +245,10 @@ class ScaledKeyQkWarpgroups(QkWarpgroups):
 
     @cute.jit
     def load_chunk(self, smem, raw: cute.Tensor, stage: Int32, c, tid: Int32):
-        """16 codes of each of a thread's two rows, in chunk c of 64 columns."""
+        """Loads 16 codes of each of a thread's two rows, in chunk c of 64 columns."""
         place, line = codes.chunk_place(c, tid)
         start = stage * codes_bytes(self.spec) + line
-        for r in cutlass.range_constexpr(2):  # of a neighbour chunks are swapped
+        for r in cutlass.range_constexpr(2):  # the odd row's chunks are swapped
             pointer = smem.codes.data_ptr() + cute.assume(start + (place ^ (16 * r)) + LINE_BYTES * r, divby=16)
             source = cute.make_tensor(cute.recast_ptr(pointer, dtype=raw.element_type), cute.make_layout(16))
             cute.autovec_copy(source, raw[None, r])

@@ -1,4 +1,4 @@
-"""Units of O where keys are scaled: powers of two that keep V in range of float16, one for each 64 values."""
+"""Units of O for keys that are scaled: powers of two that keep V in range of float16, one for each 64 values."""
 
 import cutlass
 import cutlass.cute as cute
@@ -29,24 +29,24 @@ from cute_kernels.mla.kernels.value_units import (
 from cute_kernels.mla.spec import TOKENS_PER_TILE, scale_row
 from fp8_mla.formats import TokenFormat
 
-UNITS_PER_WARP = 2  # of the softmax
-TOP_BYTE = 127  # of a unit of exponent 0
+UNITS_PER_WARP = 2  # units of a softmax warp
+TOP_BYTE = 127  # byte of a unit of exponent 0
 
 
 class ScaledValueUnits(ValueUnits):
     """Device code for the 128 threads of the softmax; see `ValueUnits`. Here V' is exact.
 
-    What fits a unit is kept as a byte, so that four scales are compared at once:
+    The limits of a unit are kept as bytes, so that four scales are compared at once:
 
-        v_top     ue8m0: the largest that fits; the smallest is 20 less
-        v_above   e4m3: 127 less the largest that fits; see `codes.above_byte`
+        v_top     ue8m0: the largest scale that fits; the smallest is 20 less
+        v_above   e4m3: 127 less the largest scale that fits; see `codes.above_byte`
 
-    A rope part that is a value has the last unit, ROPE_UNIT, which stays.
+    A rope part that is a value has the last unit, ROPE_UNIT, which is fixed.
     """
 
     @cute.jit
     def reset(self, smem, tid: Int32):
-        """Begins a work tile."""
+        """Resets the units for a new work tile."""
         lane, index = tid % 32, tid // 32 * UNITS_PER_WARP + tid % 32
         if lane < UNITS_PER_WARP:
             smem.v_power.get_tensor(cute.make_layout(UNITS))[index] = Float32(1.0 / V_UNIT)
@@ -57,7 +57,7 @@ class ScaledValueUnits(ValueUnits):
 
     @cute.jit
     def weigh(self, smem, stage: Int32, p_stage: Int32, tid: Int32) -> Int32:
-        """Stores the weights of a key tile; returns its flags, of which NEW_UNIT and NEEDS_SCALES are of a warp."""
+        """Stores the weights of a key tile; returns its flags. NEW_UNIT and NEEDS_SCALES differ between warps."""
         kinds, flags = self.spec.kinds, Int32(0)
         if const_expr(len(kinds) > 1):
             if kind_of_tile(smem, self.spec, stage) == 0:
@@ -70,7 +70,7 @@ class ScaledValueUnits(ValueUnits):
 
     @cute.jit
     def weigh_kind(self, smem, kind: cutlass.Constexpr, stage: Int32, p_stage: Int32, tid: Int32) -> Int32:
-        """Does that for a tile of one format. A pair of threads has the scales of a key, those of four units each."""
+        """Stores the weights of a tile of one format. Each of a pair of threads has a key's scales of four units."""
         own, row, half = codes.of(kind), scale_row(kind), tid % 2
         words, flags, outside = cute.make_rmem_tensor(row // 8, Int32), Int32(0), Int32(0)
         scale_words(smem, self.spec, stage, tid // 2, row // 2 * half, words)
@@ -89,7 +89,7 @@ class ScaledValueUnits(ValueUnits):
             tops = self.unit_word(smem.v_top, half)
             self.load_powers(smem, kind, powers, half)
             self.fit(kind, words, tops)
-            cute.arch.barrier(barrier_id=NamedBarrier.SOFTMAX, number_of_threads=128)  # all have read the units
+            cute.arch.barrier(barrier_id=NamedBarrier.SOFTMAX, number_of_threads=128)  # all threads have read the units
         if const_expr(self.spec.split):
             small = Int32(0)
             for i in cutlass.range_constexpr(row // 8):
@@ -106,13 +106,13 @@ class ScaledValueUnits(ValueUnits):
 
     @cute.jit
     def fit(self, kind: cutlass.Constexpr, words: cute.Tensor, tops: Int32):
-        """Changes scales that do not fit into such as have weights of 0."""
+        """Changes scales that do not fit to scales whose weights are 0."""
         for i in cutlass.range_constexpr(cute.size(words)):
             words[i] = codes.of(kind).fitted(words[i], spread(kind, tops, i))
 
     @cute.jit
     def load_powers(self, smem, kind: cutlass.Constexpr, powers: cute.Tensor, half: Int32):
-        """Powers of four units as float16, twice each, for scales that are multiplied by them."""
+        """Loads powers of four units as float16, twice each, for scales that are multiplied by them."""
         powers.fill(0)
         if const_expr(codes.of(kind).room > 0):
             sPower = smem.v_power.get_tensor(cute.make_layout(UNITS))
@@ -120,13 +120,13 @@ class ScaledValueUnits(ValueUnits):
                 powers[i] = (softmax.exponent(sPower[4 * half + i]) + 15) * codes.FIELD
 
     def unit_word(self, units, half: Int32) -> Int32:
-        """The bytes of four units."""
+        """Returns the bytes of four units."""
         pointer = cute.recast_ptr(units.data_ptr() + cute.assume(4 * half, divby=4), dtype=Int32)
         return cute.make_tensor(pointer, cute.make_layout(1))[0]
 
     @cute.jit
     def change_kind(self, smem, kind: cutlass.Constexpr, stage: Int32, p_stage: Int32, tid: Int32) -> Int32:
-        """Moves units of a warp's values where that helps; returns the flags of `weigh`."""
+        """Moves the units of a warp's values if that helps; returns the flags of `weigh`."""
         lane, flags, fits, is_near = tid % 32, Int32(0), Int32(1), Int32(1)
         per_unit, count = self.spec.token_format.d_v // UNITS // kind.quant_tile, kind.num_scales
         sPower = smem.v_power.get_tensor(cute.make_layout(UNITS))
@@ -142,7 +142,7 @@ class ScaledValueUnits(ValueUnits):
                 scale = per_unit * index + k // 2
                 place = (stage * TOKENS_PER_TILE + lane + 32 * (k % 2)) * row + cutlass.min(scale, count - 1)
                 exponent = codes.of(kind).exponent(Int32((scales + place).load()) & 0xFF)
-                if scale >= count:  # a rope part has none
+                if scale >= count:  # a rope part has no scale
                     exponent = Int32(-codes.EMPTY)
                 most = cutlass.max(most, exponent)
                 least = cutlass.min(least, cutlass.select_(exponent == -codes.EMPTY, Int32(codes.EMPTY), exponent))
@@ -168,7 +168,7 @@ class ScaledValueUnits(ValueUnits):
 
     @cute.jit
     def finish(self, smem, p_stage: Int32, tid: Int32):
-        """Stores the units of a work tile with its last key tile; called by each warp for its own."""
+        """Stores the units of a work tile with its last key tile; each warp calls it for its own units."""
         sPower, sUnit = smem.v_power.get_tensor(cute.make_layout(UNITS)), v_units(smem, UNITS)
         lane, index = tid % 32, tid // 32 * UNITS_PER_WARP + tid % 32
         if lane < UNITS_PER_WARP:
@@ -179,6 +179,6 @@ class ScaledValueUnits(ValueUnits):
 
 
 def spread(kind: TokenFormat, word: Int32, i: int) -> Int32:
-    """Bytes of four units as those of the four scales in word i of half a key's scales."""
+    """Spreads the bytes of four units over the four scales in word i of half a key's scales."""
     scales = {64: 0x3210, 32: (0x1100, 0x3322)[i % 2], 16: 0x1111 * (i % 4)}[kind.quant_tile]
     return word if scales == 0x3210 else Int32(cute.arch.prmt(word, Int32(0), Int32(scales)))

@@ -1,4 +1,4 @@
-"""Which work tiles a CTA has, and which keys: some heads of a query over all of its keys, or over a range of them."""
+"""The work tiles of a CTA and their keys: some heads of a query over all of its keys, or over a range of them."""
 
 from typing import Any, NamedTuple
 
@@ -9,24 +9,24 @@ from cutlass import Int32, Int64, const_expr
 from cute_kernels.mla.spec import CUT_TILES, TOKENS_PER_TILE, WORK_TILE_OVERHEAD
 
 WARP = 32
-END = 1 << 30  # past the key tiles of any query
+END = 1 << 30  # a key tile number past the tiles of any query
 
 
 class Divisors(NamedTuple):
-    """Numbers that many threads divide by, with what makes that fast."""
+    """Numbers that many threads divide by, as fast divisors."""
 
     page_size: cute.FastDivmodDivisorV2
     head_blocks: cute.FastDivmodDivisorV2
     splits: cute.FastDivmodDivisorV2
     s_q: cute.FastDivmodDivisorV2
-    merge_ctas: Any = None  # of a group
+    merge_ctas: Any = None  # merge CTAs of a group
 
 
 class Share(NamedTuple):
-    """What a CTA does: work tiles first, first + step, ... below end.
+    """The work of a CTA: work tiles first, first + step, ... below end.
 
-    Uniform, the other fields are 0. Balanced, a work tile is a query. The share begins with key tile `first_tile` of
-    the first query and stops before key tile `end_tile` of the last one.
+    In a uniform schedule the other fields are 0. In a balanced one a work tile is a query. The share begins with key
+    tile `first_tile` of the first query and stops before key tile `end_tile` of the last one.
     """
 
     first: Int32
@@ -39,9 +39,9 @@ class Share(NamedTuple):
 
 
 class WorkTable(NamedTuple):
-    """What work tiles are made of, the same for all threads of a CTA. Of two caches mIndex and mLength are pairs.
+    """The inputs of work tiles, the same for all threads of a CTA. With two caches mIndex and mLength are pairs.
 
-    zero_row  of the crossover: address of the row that masked keys read
+    zero_row  for the crossover: address of the row that masked keys read
     """
 
     mKV: cute.Tensor
@@ -55,25 +55,25 @@ class WorkTable(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """How many keys a query has in each of two caches, or where they end."""
+    """The number of a query's keys in each of two caches, or the positions where they end."""
 
     main: Int32
     extra: Int32
 
 
 class WorkTile(NamedTuple):
-    """Where a work tile reads Q and writes its result. `split` is the split, or the place of a balanced partial."""
+    """A work tile's query and heads. `split` is the number of the split, or the place of a balanced partial."""
 
     head_block: Int32
     split: Int32
-    query: Int32  # of its request
+    query: Int32  # query of the request
     request: Int32
 
 
 class KeyRange(NamedTuple):
-    """Keys of a work tile: positions begin, begin + 1, ... in `tiles` key tiles; those from `limit` on are masked.
+    """Keys of a work tile: positions begin, begin + 1, ... in `tiles` key tiles; keys from `limit` on are masked.
 
-    With two caches `limit` is that of the first.
+    With two caches `limit` belongs to the first one.
 
     is_whole  1 if these are all keys of the query, so the result is final
     """
@@ -87,8 +87,8 @@ class KeyRange(NamedTuple):
 class Weights(NamedTuple):
     """How a balanced schedule cuts: shares of `each` tiles, the first `longer` of them one more.
 
-    Or, where whole queries or equal parts of each are as good, whole > 0: that many queries a share, and `parts` shares
-    a query, as many as there are for each. `before` is the weight of the queries before this lane's.
+    If cuts at query boundaries cost no more, whole > 0: each share gets `whole` queries. With more shares than queries,
+    each query is cut into `parts` equal shares. `before` is the weight of the queries before this lane's.
     """
 
     before: Int32
@@ -99,23 +99,23 @@ class Weights(NamedTuple):
 
 
 def tiles_of(keys: Int32) -> Int32:
-    """Key tiles of so many keys; below 0 means 0."""
+    """Returns the number of key tiles of `keys` keys; below 0 means 0."""
     return cute.ceil_div(cutlass.max(keys, 0), TOKENS_PER_TILE)
 
 
 class Scheduler:
     """Device code for any thread; `spec` is a MlaDecodeSpec or a MlaCrossoverSpec.
 
-    A query has key tiles of the first cache, then, where there is one, those of the second: none has keys of both.
+    A query has key tiles of the first cache, then those of the second, if any: no tile has keys of both.
 
-    Uniform: a work tile is a block of heads of a query over all of its keys or, where it is `split`, over one of
+    Uniform: a work tile is a block of heads of a query over all of its keys or, if it is `split`, over one of
     num_splits equal parts. CTA b has the work tiles b, b + ctas, ...
 
     Balanced: a work tile is a query, and neighbouring CTAs, one for each block of heads, have an equal share of the key
-    tiles of all queries, from one cut to the next; the first and the last query of a share may be a part of one. Or
-    they have whole queries, or equal parts of each, where these are as good. A query weighs WORK_TILE_OVERHEAD more
-    than its tiles. From one partial to the next the number of the share or of the query grows, so their sum is the
-    place of the partial.
+    tiles of all queries, from one cut to the next; the first and the last query of a share may be cut. If it is no
+    slower, CTAs have whole queries or equal parts of each instead. A query weighs WORK_TILE_OVERHEAD more than its
+    tiles. From one partial to the next either the share's or the query's number grows, so their sum is the place of the
+    partial.
     """
 
     def __init__(self, spec):
@@ -123,9 +123,9 @@ class Scheduler:
         self.has_extra = spec.has_extra
 
     def locate(self, index: Int32, table: WorkTable) -> WorkTile:
-        """The work tile with that index.
+        """Returns work tile number `index`.
 
-        Neighbouring CTAs read the same rows: the second one finds them in L2, or is its peer in a cluster.
+        Neighbouring CTAs read the same rows: the second CTA finds them in L2, or is the first one's peer in a cluster.
         """
         divisors = table.divisors
         if self.balanced:
@@ -137,12 +137,12 @@ class Scheduler:
         return WorkTile(head_block, split, query, request)
 
     def entries(self, work: WorkTile, mIndex: cute.Tensor) -> cute.Tensor:
-        """The keys of a work tile: indices of its query, or the block table of its request."""
+        """Returns the keys of a work tile: indices of its query, or the block table of its request."""
         return mIndex[work.request, work.query, None] if self.sparse else mIndex[work.request, None]
 
     @cute.jit
     def length(self, work: WorkTile, mLength: Any) -> Any:
-        """How many keys a query (sparse) or a request (dense) has; of two caches `Lengths`."""
+        """Returns the number of keys of a query (sparse) or a request (dense); with two caches `Lengths`."""
         if const_expr(self.has_extra):
             return Lengths(mLength[0][work.request, work.query], mLength[1][work.request, work.query])
         if const_expr(self.sparse):
@@ -151,9 +151,9 @@ class Scheduler:
 
     @cute.jit
     def key_limit(self, work: WorkTile, length: Int32, table: WorkTable) -> Int32:
-        """The position at which the keys of a query end; below 0 means 0.
+        """Returns the position at which the keys of a query end; below 0 means 0.
 
-        A length may be any int32: it is clamped before anything is subtracted, for -2^31 would wrap around.
+        A length may be any int32. It is clamped before any subtraction, because -2^31 would wrap around.
         """
         if const_expr(self.sparse):
             return cutlass.min(length, table.mIndex.shape[2])
@@ -162,25 +162,25 @@ class Scheduler:
 
     @cute.jit
     def limits(self, work: WorkTile, length: Any, table: WorkTable) -> Lengths:
-        """Where the keys of a query end in each cache, counted in that cache; below 0 means 0."""
+        """Returns where the keys of a query end in each cache, counted in that cache; below 0 means 0."""
         if const_expr(self.has_extra):
             main = cutlass.min(length.main, table.mIndex[0].shape[2])
             return Lengths(main, cutlass.min(length.extra, table.mIndex[1].shape[2]))
         return Lengths(self.key_limit(work, length, table), Int32(0))
 
     def tiles(self, limits: Lengths) -> Int32:
-        """Key tiles of a query."""
+        """Returns the number of key tiles of a query."""
         return tiles_of(limits.main) + tiles_of(limits.extra) if self.has_extra else tiles_of(limits.main)
 
     @cute.jit
     def keys(self, index: Int32, work: WorkTile, length: Any, table: WorkTable) -> KeyRange:
-        """The keys of a work tile."""
+        """Returns the keys of a work tile."""
         limits = self.limits(work, length, table)
         return self.part(index, work, limits.main, self.tiles(limits), table)
 
     @cute.jit
     def part(self, index: Int32, work: WorkTile, limit: Int32, tiles: Int32, table: WorkTable) -> KeyRange:
-        """The part of a query's `tiles` key tiles that a work tile has."""
+        """Returns the part of a query's `tiles` key tiles that a work tile has."""
         if const_expr(self.balanced):
             share = table.share
             first_tile = Int32(cutlass.select_(index == share.first, share.first_tile, Int32(0)))
@@ -218,10 +218,10 @@ class Scheduler:
 
     @cute.jit
     def find_merge(self, target: cute.Pointer, number: Int32, shares: Int32, queries: Int32, table: WorkTable, lane):
-        """Stores what group `number` of merge CTAs merges: (query, first share of it, partials or 0).
+        """Stores what merge group `number` merges: (query, its first share, number of partials or 0).
 
-        That is query `number`. Where there are as many queries as shares or more, it is the query in which share
-        number + 1 begins, if no share before begins in it. Called by one warp.
+        It merges query `number`. If there are no more shares than queries, it instead merges the query in which share
+        number + 1 begins, unless an earlier share begins in it. Called by one warp.
         """
         weights = self.weigh(shares, queries, table, lane)
         each, longer, whole, parts = weights.each, weights.longer, weights.whole, weights.parts
@@ -246,7 +246,7 @@ class Scheduler:
 
     @cute.jit
     def weigh(self, shares: Int32, queries: Int32, table: WorkTable, lane: Int32) -> Weights:
-        """How much a share holds. Shares of tiles are made where they save more than what a cut costs."""
+        """Returns how much a share holds. Shares of tiles are chosen if they save more than a cut costs."""
         per_lane = cute.ceil_div(queries, WARP)
         first = cutlass.min(lane * per_lane, queries)
         own, most = Int32(0), Int32(0)
@@ -269,20 +269,20 @@ class Scheduler:
         return Weights(end - own, each, longer, whole, Int32(cutlass.select_(pays, Int32(1), parts)))
 
     def share_begin(self, share, each, longer):
-        """Where a share begins, in tiles of all queries, their overhead included."""
+        """Returns where a share begins, in tiles of all queries, their overhead included."""
         return share * each + cutlass.min(share, longer)
 
     def cuts_up_to(self, position, each, longer):
-        """How many shares, the first one not counted, begin there or before."""
+        """Returns how many shares, without the first one, begin at `position` or before."""
         end_of_longer = longer * (each + 1)
         rest = longer + (position - end_of_longer) // cutlass.max(each, 1)
         return Int32(cutlass.select_(position < end_of_longer, position // (each + 1), rest))
 
     @cute.jit
     def walk(self, wanted: Int32, position: Int32, before: Int32, queries: Int32, table: WorkTable, lane: Int32):
-        """(query, weight of those before it, its weight) of query `wanted`, or of the one at `position`.
+        """Finds (query, weight of the queries before it, its weight), for query `wanted` or the query at `position`.
 
-        The other one of these two arguments is -1. One lane has that query; the others find -1.
+        The other one of these two arguments is -1. One lane has that query; the others return -1.
         """
         per_lane = cute.ceil_div(queries, WARP)
         query = lane * per_lane
@@ -299,7 +299,7 @@ class Scheduler:
 
     @cute.jit
     def weight_of(self, query: Int32, table: WorkTable) -> Int32:
-        """Tiles of a query and its overhead."""
+        """Returns a query's number of tiles plus its overhead."""
         request, query_idx = divmod(query, table.divisors.s_q)
         work = WorkTile(Int32(0), Int32(0), query_idx, request)
         limits = self.limits(work, self.length(work, table.mLength), table)
@@ -307,11 +307,11 @@ class Scheduler:
 
     @cute.jit
     def share_between(self, cuts: cute.Pointer, number: Int32, head_block: Int32) -> Share:
-        """What a CTA has between two cuts."""
+        """Returns the share of a CTA between two cuts."""
         cut = cute.make_tensor(cuts, cute.make_layout(4))
         first, first_tile, end, end_tile = (cute.arch.make_warp_uniform(cut[i]) for i in range(4))
         if first == end and first_tile == end_tile:
-            first, end = Int32(0), Int32(0)  # nothing
+            first, end = Int32(0), Int32(0)  # no work
         elif end_tile > 0:
             end += 1
         else:

@@ -1,4 +1,4 @@
-"""The softmax of the MLA decode kernel: P of S. With 32 and 64 heads its warpgroup also loads key tiles."""
+"""The softmax of the MLA decode kernel: makes P of S. With 32 and 64 heads its warpgroup also loads key tiles."""
 
 from typing import Any, NamedTuple
 
@@ -24,30 +24,30 @@ from cute_kernels.mla.kernels.smem import (
 from cute_kernels.mla.kernels.value_units import ValueUnits
 from cute_kernels.mla.spec import EVENTS, ROLES, TOKENS_PER_TILE, MlaDecodeSpec
 
-NO_ROW_MAX = -3.0e38  # before the first key: any score is far above it, and -inf below
+NO_ROW_MAX = -3.0e38  # before the first key: every score is far above it, and -inf below
 
 
 class Addresses(NamedTuple):
-    """Where a thread reads S and stores P: shared memory addresses of its first key in a stage."""
+    """Shared memory addresses at which a thread reads S and stores P: of its first key in a stage."""
 
     s: Int32
     p: Int32
 
 
 class SoftmaxWarpgroup:
-    """Device code for 128 threads: P^T = exp2(S^T - row_max) of all tiles, and of what PV needs with it.
+    """Device code for 128 threads: P^T = exp2(S^T - row_max) of all tiles, and everything that PV needs with it.
 
     A thread has a head and 32, 16, 8 or 4 keys of a tile; lanes of a head are neighbours, so no warp waits for another.
 
     S times the unit of its head is the score, in units of log2. Lazy rescaling: row_max is set P_EXPONENT below the
-    largest score, and moves only when a score exceeds that one by RESCALE_THRESHOLD, because O moves with it.
+    largest score. It moves only when a score exceeds the largest by RESCALE_THRESHOLD, because O moves with it.
     """
 
     def __init__(self, spec: MlaDecodeSpec):
         self.spec = spec
         self.heads = spec.heads
-        self.keys = spec.heads // 2  # of a thread
-        self.lanes = TOKENS_PER_TILE // self.keys  # of a head
+        self.keys = spec.heads // 2  # keys of a thread
+        self.lanes = TOKENS_PER_TILE // self.keys  # lanes of a head
         self.loads = not spec.few_heads
         self.units = ValueUnits(spec) if spec.float_scales else ScaledValueUnits(spec)
         self.loader = KeyLoader(spec)
@@ -57,12 +57,12 @@ class SoftmaxWarpgroup:
 
     @cute.jit
     def run(self, smem, table: WorkTable, caches: Caches, mSink: cute.Tensor, tid: Int32):
-        """The softmax of all work tiles of this CTA.
+        """Computes the softmax of all work tiles of this CTA.
 
-        Where this warpgroup loads, it does so `rope_stages` tiles ahead, after P of the current tile is stored: the
-        stage is free then, or becomes free while P is multiplied. Where PV issues TMA, tiles are announced before S is
-        there, and PV issues the loads some 2,000 clocks earlier. This warpgroup then loads the others: tiles with
-        masked keys, tiles of several pages, and the first ones.
+        If this warpgroup loads, it does so `rope_stages` tiles ahead, after P of the current tile is stored: the stage
+        is free then, or becomes free while P is multiplied. If PV issues TMA, tiles are announced before S is there,
+        and PV issues the loads some 2,000 clocks earlier. This warpgroup then loads the other tiles: those with masked
+        keys or of several pages, and the first ones.
         """
         if const_expr(self.loads):
             cursor = self.loader.start(table, tid)
@@ -75,11 +75,11 @@ class SoftmaxWarpgroup:
             work = self.scheduler.locate(index, table)
             length = self.scheduler.length(work, table.mLength)
             _, _, tiles, is_whole = self.scheduler.keys(index, work, length, table)
-            # hidden where its address would be kept in registers that there are not
+            # opaque: the address would be kept in registers that are not available
             head = work.head_block * self.heads + self.head(registers.opaque(tid) if self.spec.balanced else tid)
             if tid % 32 < 32 // self.lanes:  # in shared memory to save a register; the writer reads it
                 sink = mSink[cutlass.min(head, mSink.shape[0] - 1)] * softmax.LOG2_E
-                if const_expr(self.spec.balanced):  # a partial has none
+                if const_expr(self.spec.balanced):  # a partial has no sink
                     sink = Float32(cutlass.select_(is_whole != 0, sink, -Float32.inf))
                 sSink[head - work.head_block * self.heads] = sink
             self.units.reset(smem, tid)
@@ -87,7 +87,7 @@ class SoftmaxWarpgroup:
             addresses = self.addresses(smem, tid)
             for tile in cutlass.range(done, done + tiles, unroll=1):
                 if const_expr(self.spec.pv_issues_tma):
-                    newest = tile + self.spec.stages - 1  # of the tiles that have a stage
+                    newest = tile + self.spec.stages - 1  # newest of the tiles that have a stage
                     was_announced = Int32(1) if cursor.loaded > newest else Int32(0)
                     if was_announced == 0:
                         cursor = self.loader.step(smem, table, caches, cursor, tid)
@@ -101,7 +101,7 @@ class SoftmaxWarpgroup:
                 if tile == done + tiles - 1:
                     self.finish(smem, row_max, row_sum, self.edges.p.index(tile), tid)
                     self.units.finish(smem, self.edges.p.index(tile), tid)
-                cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores of P, read by wgmma
+                cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores of P, which wgmma reads
                 self.edges.p.arrive(smem, tile)
                 self.stamp(smem, tile, 1, tid)
                 if const_expr(self.loads and not self.spec.pv_issues_tma):
@@ -109,11 +109,11 @@ class SoftmaxWarpgroup:
             done += tiles
 
     def head(self, tid: Int32):
-        """The head of a thread: neighbouring lanes have neighbouring heads and the same keys."""
+        """Returns the head of a thread: neighbouring lanes have neighbouring heads and the same keys."""
         return tid // 32 * (32 // self.lanes) + tid % (32 // self.lanes)
 
     def addresses(self, smem, tid: Int32) -> Addresses:
-        """In the first stages. 16 bytes further, of either, is one bit of the address: see `s_offset`, the swizzle."""
+        """Returns addresses in the first stages. For both, 16 bytes further flips one address bit: see `s_offset`."""
         head, first = self.head(tid), self.keys * (tid % 32 // (32 // self.lanes))
         chunk = (first // 8) ^ (head % 8)
         s, p = smem.s.data_ptr() + s_offset(head, first // 2), smem.p.data_ptr() + head * TOKENS_PER_TILE
@@ -124,13 +124,13 @@ class SoftmaxWarpgroup:
 
     @cute.jit
     def await_stages(self, smem, tile: Int32):
-        """Waits for all that a tile needs but S, before S: each wait takes some 100 clocks."""
+        """Waits, before S, for everything else that a tile needs: each wait takes some 100 clocks."""
         self.edges.keys.wait(smem, tile)
         self.edges.p.acquire(smem, tile)
 
     @cute.jit
     def softmax_tile(self, smem, row_max: Float32, row_sum: Float32, addresses: Addresses, tile: Int32, tid: Int32):
-        """P^T of a tile and what PV needs with it; returns the new row_max and this thread's part of row_sum."""
+        """Makes P^T of a tile and what PV needs with it; returns the new row_max and this thread's part of row_sum."""
         stage, p_stage = self.edges.keys.index(tile), self.edges.p.index(tile)
         lane, part, head = tid % 32, tid % 32 // (32 // self.lanes), self.head(tid)
         sMask = smem.mask.get_tensor(cute.make_layout(2 * self.spec.mask_stages))
@@ -161,7 +161,7 @@ class SoftmaxWarpgroup:
         flags = sFlags[tid // 32, p_stage] | self.late_flags(smem, stage, tid)
         moves = largest > row_max + (P_EXPONENT + RESCALE_THRESHOLD)
         if cute.arch.vote_any_sync(moves or flags & BFLOAT16 != 0):
-            # the first tile of a work tile, and hardly later
+            # in the first tile of a work tile, and hardly later
             if largest > row_max + (P_EXPONENT + RESCALE_THRESHOLD):
                 rescaling = cute.math.exp2(row_max - (largest - P_EXPONENT), fastmath=True)
                 row_max = largest - P_EXPONENT
@@ -180,9 +180,9 @@ class SoftmaxWarpgroup:
 
     @cute.jit
     def late_flags(self, smem, stage: Int32, tid: Int32) -> Int32:
-        """Flags that are known with S, the same in all warps: of rope parts that are values too.
+        """Returns the flags that are known only with S, the same in all warps: of rope parts that are values too.
 
-        QK finds BFLOAT16 where float16 does not hold them, and NEEDS_SCALES.
+        QK sets BFLOAT16 if float16 does not hold them, and NEEDS_SCALES.
         """
         flags = Int32(0)
         if const_expr(self.spec.rope_is_value):
@@ -221,7 +221,7 @@ class SoftmaxWarpgroup:
 
     @cute.jit
     def load_s(self, addresses: Addresses, i) -> cute.Tensor:
-        """S of a thread's i-th keys, eight or fewer."""
+        """Returns S of a thread's i-th keys, eight or fewer."""
         pairs = min(8, self.keys) // 2
         s = cute.make_rmem_tensor((2, pairs), Float32)
         for j in cutlass.range_constexpr(pairs):
@@ -252,7 +252,7 @@ class SoftmaxWarpgroup:
 
     @cute.jit
     def finish(self, smem, row_max: Float32, row_sum: Float32, p_stage: Int32, tid: Int32):
-        """Stores the log-sum-exp of each head, and 1 / row_sum: 0 without keys, the sink included in a final result."""
+        """Stores each head's log-sum-exp, and 1 / row_sum: 0 without keys; a final result includes the sink."""
         for step in cutlass.range_constexpr(self.lanes.bit_length() - 1):
             row_sum += cute.arch.shuffle_sync_bfly(row_sum, 32 // self.lanes << step)
         sInverseSum = smem.inverse_sum.get_tensor(cute.make_layout((self.heads, 2)))
@@ -267,5 +267,5 @@ class SoftmaxWarpgroup:
 
     @cute.jit
     def stamp(self, smem, tile: Int32, edge: cutlass.Constexpr, tid: Int32):
-        """A timestamp of a key tile."""
+        """Stores a timestamp of a key tile."""
         self.tracer.stamp(smem.trace.ptr, 0, len(EVENTS[0]) * tile + 2, edge, tid == 0)

@@ -18,11 +18,11 @@ from cute_kernels.mla.kernels.smem import (
 from cute_kernels.mla.kernels.tile import QUANT_TILES
 from cute_kernels.mla.spec import TOKENS_PER_TILE, MlaDecodeSpec
 
-WEIGHT_EXPONENT = 6  # of a scale as large as the unit allows: 448 times less than 2^7 is below float16's largest number
-WINDOW = 20  # exponents of scales below that of the unit: weights down to 2^-14 are normal float16 numbers
-MAX_SPREAD = 32  # exponents: beyond, the values of one key outweigh all others (flag HALVES)
-HEADROOM = 2  # exponents above the largest scale of a key tile where a unit is set, so that the next tiles fit too
-MAX_EXPONENT, MAX_FALL = 40, 60  # a unit is at most 2^40 and 2^-60 of its largest: float32 holds O in each
+WEIGHT_EXPONENT = 6  # exponent of the largest weight: below 2^7, and 448 x 2^7 is in range of float16
+WINDOW = 20  # scales this many exponents below the unit fit: weights down to 2^-14 are normal float16 numbers
+MAX_SPREAD = 32  # exponents: beyond this spread the values of one key outweigh all others (flag HALVES)
+HEADROOM = 2  # exponents that a new unit leaves above the largest scale of a key tile, so that the next tiles fit too
+MAX_EXPONENT, MAX_FALL = 40, 60  # a unit is at most 2^40 and at least 2^-60 of its largest: float32 holds O in each
 MIN_WEIGHT, MAX_WEIGHT = pairs.float_bits(2.0**-14), pairs.float_bits(2.0**7)  # as bits
 NONE = 1000  # an exponent beyond any
 
@@ -32,11 +32,11 @@ class ValueUnits:
 
         weight_kj = scale_kj 2^(6 - E_j) in [2^-14, 2^7)      V' = code weight as float16      O'_j = sum P V'
 
-    E_j is 0 at first, which is right for scales of 2^-20 to 2. It moves when a key tile has a larger scale, or a scale
-    below the window though all of that tile fit into one; O'_j moves with it. A key tile that fits no window is
-    multiplied in bfloat16 in the same units (flag BFLOAT16), so the next one is fast again.
+    E_j is 0 at first, which fits scales of 2^-20 to 2. It moves when a key tile has a larger scale, or a scale below
+    the window although all scales of that tile fit into one window; O'_j moves with it. A key tile that fits no window
+    is multiplied in bfloat16 in the same units (flag BFLOAT16), so the next one is fast again.
 
-    A pair of threads has the weights of a key. Where one is out of range, warp j looks at all keys of quant tile j.
+    A pair of threads has the weights of a key. If a weight is out of range, warp j looks at all keys of quant tile j.
     """
 
     def __init__(self, spec: MlaDecodeSpec):
@@ -44,7 +44,7 @@ class ValueUnits:
 
     @cute.jit
     def reset(self, smem, tid: Int32):
-        """Begins a work tile."""
+        """Resets the units for a new work tile."""
         if tid % 32 == 0:
             smem.v_power.get_tensor(cute.make_layout(WARPS))[tid // 32] = Float32(1.0 / V_UNIT)
             smem.v_highest.get_tensor(cute.make_layout(WARPS))[tid // 32] = Int32(0)
@@ -52,7 +52,7 @@ class ValueUnits:
 
     @cute.jit
     def weigh(self, smem, stage: Int32, p_stage: Int32, tid: Int32) -> Int32:
-        """Stores the weights of a key tile; returns its flags, NEW_UNIT of a warp, the others alike in all threads."""
+        """Stores the weights of a key tile; returns its flags. Only NEW_UNIT differs between warps."""
         weight, flags = self.weights(smem, stage, tid), Int32(0)
         outside = pairs.max_unsigned(weight[0].bitcast(Int32) - MIN_WEIGHT, weight[1].bitcast(Int32) - MIN_WEIGHT)
         fits = pairs.at_most_unsigned(outside, Int32(MAX_WEIGHT - MIN_WEIGHT - 1))
@@ -60,7 +60,7 @@ class ValueUnits:
             flags = self.change(smem, stage, p_stage, tid)
             changed = self.weights(smem, stage, tid)
             weight[0], weight[1] = changed[0], changed[1]
-            cute.arch.barrier(barrier_id=NamedBarrier.SOFTMAX, number_of_threads=128)  # all have read the units
+            cute.arch.barrier(barrier_id=NamedBarrier.SOFTMAX, number_of_threads=128)  # all threads have read the units
         sWeight = smem.weight.get_tensor(cute.make_layout((TOKENS_PER_TILE, 2 * QUANT_TILES)))
         place = place_of_weight(tid // 2)
         for i in cutlass.range_constexpr(2):
@@ -69,7 +69,7 @@ class ValueUnits:
 
     @cute.jit
     def weights(self, smem, stage: Int32, tid: Int32) -> cute.Tensor:
-        """Two weights of key tid / 2."""
+        """Computes two weights of key tid / 2."""
         scale, power = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         start = cute.assume((stage * TOKENS_PER_TILE + tid // 2) * QUANT_TILES + 2 * (tid % 2), divby=2)
         cute.autovec_copy(cute.make_tensor(smem.scale.data_ptr() + start, cute.make_layout(2)), scale)
@@ -80,9 +80,9 @@ class ValueUnits:
 
     @cute.jit
     def change(self, smem, stage: Int32, p_stage: Int32, tid: Int32) -> Int32:
-        """Moves the unit of quant tile j, in warp j, where that helps; returns the flags of `weigh`.
+        """Moves the unit of quant tile j, in warp j, if that helps; returns the flags of `weigh`.
 
-        A tile of zeros moves nothing: unwritten and masked keys have scales of 0.
+        A tile of zeros moves no unit: unwritten and masked keys have scales of 0.
         """
         lane, warp = tid % 32, tid // 32
         sPower = smem.v_power.get_tensor(cute.make_layout(WARPS))
@@ -111,7 +111,7 @@ class ValueUnits:
 
     @cute.jit
     def slow_flag(self, is_near: Int32) -> Int32:
-        """BFLOAT16, or HALVES where scales of any thread are far apart."""
+        """Returns BFLOAT16, or HALVES if scales of any thread are far apart."""
         flag = Int32(BFLOAT16)
         if const_expr(self.spec.splits_p):
             if wgmma.every_thread(is_near, Int32(NamedBarrier.SOFTMAX)) == 0:
@@ -128,9 +128,9 @@ class ValueUnits:
 
 @cute.jit
 def moved(old: Int32, highest: Int32, most: Int32, least: Int32) -> Int32:
-    """The exponent of a unit for a key tile whose scales have exponents from `least` to `most`, from the last one.
+    """Returns the exponent of a unit, after exponent `old`, for a key tile with scales from `least` to `most`.
 
-    `highest` is the largest so far in the work tile.
+    `highest` is the largest exponent so far in the work tile.
     """
     new, spread = old, most - least
     if most > old or (least < old - WINDOW and spread <= WINDOW):
@@ -139,15 +139,15 @@ def moved(old: Int32, highest: Int32, most: Int32, least: Int32) -> Int32:
 
 
 def v_units(smem, units: int = QUANT_TILES) -> cute.Tensor:
-    """Units of O, (unit, stage of P): of a work tile with its last key tile, and with those that have flags."""
+    """Returns units of O, (unit, stage of P): of a work tile with its last key tile, and of each tile with flags."""
     return smem.v_unit.get_tensor(cute.make_layout((units, 2)))
 
 
 def v_moves(smem, units: int = QUANT_TILES) -> cute.Tensor:
-    """The unit of O before a key tile over that of the tile, (unit, stage of P), where it has flag NEW_UNIT."""
+    """Returns old unit / new unit of O for each key tile, (unit, stage of P); valid with flag NEW_UNIT."""
     return smem.v_move.get_tensor(cute.make_layout((units, 2)))
 
 
 def inverse_power(power: Float32) -> Float32:
-    """1 over a power of two, 2^-126 to 2^126."""
+    """Returns 1 over a power of two from 2^-126 to 2^126."""
     return ((254 << 23) - power.bitcast(Int32)).bitcast(Float32)

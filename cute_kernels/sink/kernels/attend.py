@@ -29,7 +29,7 @@ from cute_kernels.sink.spec import ROWS
 
 
 class RowState(NamedTuple):
-    """Of this thread's two rows: O, the maximum that P is relative to, and the sum of P over its columns."""
+    """This thread's two rows: O, the maximum that P is relative to, and the sum of P over its columns."""
 
     o: cute.Tensor
     row_max: cute.Tensor
@@ -37,7 +37,7 @@ class RowState(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Where the forward's results go, and what the epilogue needs of its arguments."""
+    """The targets of the forward's results, and the launch's arguments that the epilogue needs."""
 
     out: Tma
     lse: cute.Tensor
@@ -45,14 +45,14 @@ class Results(NamedTuple):
 
 
 class HeadGroup(NamedTuple):
-    """The query heads of a KV head, and the first of them that this warpgroup takes of a grouped work tile."""
+    """The query heads of a KV head, and the first one that this warpgroup takes of a grouped work tile."""
 
     ratio: Int32
     first: Int32
 
 
 class Targets(NamedTuple):
-    """Where the results of 64 rows go: a TMA store and its target, and the log-sum-exps of the sequence."""
+    """The targets of the results of 64 rows: a TMA store and its target, and the log-sum-exps of the sequence."""
 
     store: Tma
     out: cute.Tensor

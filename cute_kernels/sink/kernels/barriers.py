@@ -42,7 +42,7 @@ class KeyGradNamedBarrier(IntEnum):
 
 
 def query_barriers(spec: SinkQuerySpec) -> Rings:
-    """Of the query-stationary kernels, in the order of their initialization."""
+    """Returns the barriers of the query-stationary kernels, in the order of their initialization."""
     consumers = 128 * spec.warpgroups
     q_bytes, tile_bytes = spec.row_operands * ROWS * spec.d * 2, spec.tile * spec.d * 2
     q = "Q" if spec.row_operands == 1 else "Q and dO"
@@ -65,7 +65,7 @@ def query_barriers(spec: SinkQuerySpec) -> Rings:
 
 
 def key_barriers(spec: SinkBackwardSpec) -> Rings:
-    """Of the key-stationary kernel, in the order of their initialization."""
+    """Returns the barriers of the key-stationary kernel, in the order of their initialization."""
     consumers, ds = spec.consumers, DS_STAGES
     q_bytes = 4 * spec.queries * (spec.d + 2)
     kv_empty = (

@@ -20,7 +20,7 @@ THREADS = 256
 
 
 class SinkFinishKernel:
-    """See the module's docstring."""
+    """The kernel that the module's docstring describes."""
 
     def __init__(self, spec: SinkFinishSpec):
         self.spec = spec

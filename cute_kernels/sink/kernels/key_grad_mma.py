@@ -190,7 +190,7 @@ class FusedKeyGrad(KeyGrad):
     def add_tiles(
         self, smem, acc_s: cute.Tensor, keys: KeyBlocks, tiles: QueryTiles, ring_tile: Int32, place: Place
     ) -> Int32:
-        """As `KeyGrad.add_tiles`."""
+        """Does what `KeyGrad.add_tiles` does."""
         spec = self.spec
         queries, ratio, scale_log2 = tiles
         rank, wg, tid = place

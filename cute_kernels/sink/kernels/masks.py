@@ -18,7 +18,7 @@ NEVER = 1 << 30  # above every query and every key
 
 
 class Visibility(NamedTuple):
-    """Of a call: keys that a query sees at most, its own included, and how far to the right of its own it sees."""
+    """The mask of a call: most keys that a query sees, its own included, and how far past its own position."""
 
     window: Int32
     reach: Int32
@@ -26,7 +26,7 @@ class Visibility(NamedTuple):
 
 @cute.jit
 def visibility(window: Int32, causal: Int32) -> Visibility:
-    """From the arguments of a launch."""
+    """Makes the visibility from the arguments of a launch."""
     return Visibility(window, Int32(0) if causal != 0 else Int32(UNLIMITED))
 
 
@@ -56,14 +56,14 @@ class QueryLimits(NamedTuple):
 
 
 class QueryMasks:
-    """Of blocks of queries; `spec` is of a query-stationary kernel. Numbers of keys are relative to the range's."""
+    """Masks of blocks of queries; `spec` is of a query-stationary kernel. Key numbers are relative to the range's."""
 
     def __init__(self, spec):
         self.spec = spec
 
     @cute.jit
     def key_range(self, first: Int32, s_q: Int32, s_k: Int32, visible: Visibility) -> TileRange:
-        """Of the CTA's block of rows from `first` on; one tile of zeros where no row sees a key.
+        """Returns the keys that rows of a CTA's block from `first` on see; one tile of zeros if they see no key.
 
         With a window, too, tiles begin at multiples of their size, so that a row's bits do not depend on the block.
         """
@@ -80,7 +80,7 @@ class QueryMasks:
     def limits(
         self, first: Int32, s_q: Int32, s_k: Int32, keys: TileRange, visible: Visibility, tid: Int32
     ) -> QueryLimits:
-        """Of rows `first` to `first` + 63."""
+        """Returns the limits of rows `first` to `first` + 63."""
         spec = self.spec
         shift = s_k - s_q - keys.begin
         count = s_k - keys.begin
@@ -139,14 +139,14 @@ class QueryRange(NamedTuple):
 
 
 class KeyMasks:
-    """Of blocks of keys; `spec` is a SinkBackwardSpec."""
+    """Masks of blocks of keys; `spec` is a SinkBackwardSpec."""
 
     def __init__(self, spec):
         self.spec = spec
 
     @cute.jit
     def query_range(self, first: Int32, s_q: Int32, s_k: Int32, visible: Visibility) -> TileRange:
-        """Of the work tile of keys from `first` on; begins at a multiple of the size of a tile."""
+        """Returns the queries that see a work tile of keys from `first` on, from a multiple of the tile size on."""
         shift = s_k - s_q
         begin = cutlass.max(first - shift - visible.reach, 0) & -self.spec.queries
         end = s_q
@@ -157,7 +157,7 @@ class KeyMasks:
 
     @cute.jit
     def limits(self, first: Int32, s_q: Int32, s_k: Int32, visible: Visibility, tid: Int32) -> KeyLimits:
-        """Of keys `first` to `first` + 63."""
+        """Returns the limits of keys `first` to `first` + 63."""
         shift = s_k - s_q
         column = 2 * (tid % 4)  # of this thread's element 0
         # no query sees a key past the last: its P would be exp2(-L), which may be infinite
@@ -169,7 +169,7 @@ class KeyMasks:
 
     @cute.jit
     def seeing(self, first: Int32, s_q: Int32, s_k: Int32, visible: Visibility) -> QueryRange:
-        """Queries that see any of the keys `first` to `first` + 63; there may be none. With a window."""
+        """Returns the queries that see any of the keys `first` to `first` + 63, with a window; there may be none."""
         shift = s_k - s_q
         end = cutlass.min(first + ROWS, s_k) - 1 - shift + visible.window
         return QueryRange(cutlass.select_(first < s_k, first - shift - visible.reach, Int32(NEVER)), end)

@@ -27,7 +27,7 @@ TOGETHER = 4  # rows of a thread that are read before the first is used
 
 
 class SinkPrepareKernel:
-    """See the module's docstring."""
+    """The kernel that the module's docstring describes."""
 
     def __init__(self, spec: SinkPrepareSpec):
         self.spec = spec

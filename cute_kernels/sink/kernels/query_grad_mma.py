@@ -28,7 +28,7 @@ from cute_kernels.sink.spec import ROWS
 
 
 class RowGrads(NamedTuple):
-    """Of this thread's two rows: dQ / softmax_scale, and the statistics L and delta."""
+    """This thread's two rows: dQ / softmax_scale, and the statistics L and delta."""
 
     d_q: cute.Tensor
     lse: cute.Tensor

@@ -141,7 +141,7 @@ class QueryLoad:
 
     @cute.jit
     def tile_copies(self, smem, staged: QueryViews, tmas: QueryTmas, begin: Int32, kv_head: Int32, origin: Origin):
-        """Of K and of V, tile 0 at key `begin`."""
+        """Returns the copies of K and of V, with tile 0 at key `begin`."""
         spec = self.spec
         tiles = [
             cute.local_tile(

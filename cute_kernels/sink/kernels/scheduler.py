@@ -40,7 +40,7 @@ class WorkTile(NamedTuple):
 
 
 class Divisors(NamedTuple):
-    """What work tile numbers are divided by."""
+    """The divisors of work tile numbers."""
 
     section_tiles: Any  # work tiles of a section
     section: Any  # pairs of a sequence and a head in a section
@@ -74,7 +74,7 @@ class KeySchedule(NamedTuple):
 def query_work(
     spec, mQ: cute.Tensor, mK: cute.Tensor, window: Int32, causal: Int32, section: Int32, counters: Int64
 ) -> tuple[QuerySchedule, Visibility]:
-    """The work of a query-stationary kernel, from the arguments of its launch."""
+    """Makes the work of a query-stationary kernel from the arguments of its launch."""
     heads = mQ.shape[1 if const_expr(spec.packed) else 2]
     ratio = heads // mK.shape[1 if const_expr(spec.packed) else 2]
     if const_expr(spec.grouped):

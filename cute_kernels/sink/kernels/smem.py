@@ -53,7 +53,7 @@ class QueryMmas(NamedTuple):
 
 
 def query_layouts(spec: SinkQuerySpec) -> QueryLayouts:
-    """Of a spec."""
+    """Returns the layouts of a spec."""
     row, dtype = LayoutEnum.ROW_MAJOR, DTYPES[spec.dtype]
     tiler = (ROWS, spec.tile, spec.d)
     return QueryLayouts(
@@ -64,7 +64,7 @@ def query_layouts(spec: SinkQuerySpec) -> QueryLayouts:
 
 
 def query_mmas(spec: SinkQuerySpec) -> QueryMmas:
-    """Of a spec."""
+    """Returns the tiled MMAs of a spec."""
     k, mn, one, t = OperandMajorMode.K, OperandMajorMode.MN, (1, 1, 1), DTYPES[spec.dtype]
     registers = warpgroup.OperandSource.RMEM
     return QueryMmas(
@@ -100,7 +100,7 @@ def query_storage(spec: SinkQuerySpec):
 
 
 class QueryViews(NamedTuple):
-    """What the load warp fills; d_out is None in the forward."""
+    """Fields that the load warp fills; d_out is None in the forward."""
 
     q: cute.Tensor
     d_out: Any
@@ -109,7 +109,7 @@ class QueryViews(NamedTuple):
 
 
 def query_views(smem, spec: SinkQuerySpec) -> QueryViews:
-    """Made before the load warp begins: those made where they are used cost it instructions."""
+    """Makes the views before the load warp begins: views made where they are used would cost it instructions."""
     layouts = query_layouts(spec)
     return QueryViews(
         view(smem.q, layouts.q),
@@ -140,7 +140,7 @@ class KeyMmas(NamedTuple):
 
 
 def key_layouts(spec: SinkBackwardSpec) -> KeyLayouts:
-    """Of a spec."""
+    """Returns the layouts of a spec."""
     row, dtype = LayoutEnum.ROW_MAJOR, DTYPES[spec.dtype]
     queries = spec.queries
     ds_tiles = DS_STAGES * (2 if spec.pair else 1) if spec.fused else 1
@@ -153,7 +153,7 @@ def key_layouts(spec: SinkBackwardSpec) -> KeyLayouts:
 
 
 class KeyViews(NamedTuple):
-    """What the load warp fills; peer_k is None but of a pair."""
+    """Fields that the load warp fills; peer_k is None unless CTAs form pairs."""
 
     k: cute.Tensor
     v: cute.Tensor
@@ -164,7 +164,7 @@ class KeyViews(NamedTuple):
 
 
 def key_views(smem, spec: SinkBackwardSpec) -> KeyViews:
-    """Made before the load warp begins; see `query_views`."""
+    """Makes the views before the load warp begins; see `query_views`."""
     layouts = key_layouts(spec)
     return KeyViews(
         view(smem.k, layouts.kv),
@@ -177,13 +177,13 @@ def key_views(smem, spec: SinkBackwardSpec) -> KeyViews:
 
 
 def peer_k_layout(spec: SinkBackwardSpec):
-    """Of a pair: half of the columns of the other CTA's K, (keys of the CTA, 64, 1)."""
+    """Returns the layout, in a pair, of half of the columns of the other CTA's K, (keys of the CTA, 64, 1)."""
     shape = (ROWS, spec.keys_of_cta, spec.columns)
     return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, DTYPES[spec.dtype], 1)
 
 
 def key_mmas(spec: SinkBackwardSpec) -> KeyMmas:
-    """Of a spec."""
+    """Returns the tiled MMAs of a spec."""
     k, mn, one, t = OperandMajorMode.K, OperandMajorMode.MN, (1, 1, 1), DTYPES[spec.dtype]
     registers = warpgroup.OperandSource.RMEM
     return KeyMmas(

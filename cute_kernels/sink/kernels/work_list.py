@@ -33,7 +33,7 @@ MANY = 1 << 30  # tokens, more than any call has
 
 
 class Tokens(NamedTuple):
-    """Of a sequence: on the listed side, and on the other side."""
+    """Tokens of a sequence on the listed side, and on the other side."""
 
     listed: Int32
     other: Int32
@@ -52,7 +52,7 @@ class Padding(NamedTuple):
 
 
 class SinkWorkListKernel:
-    """See the module's docstring."""
+    """The kernel that the module's docstring describes."""
 
     def __init__(self, spec: SinkWorkListSpec):
         self.spec = spec
@@ -213,7 +213,7 @@ class SinkWorkListKernel:
 
     @cute.jit
     def tokens(self, mCuQ: cute.Tensor, mCuK: cute.Tensor, b: Int32, listed: Int32, other: Int32):
-        """Of sequence `b`."""
+        """Returns the tokens of sequence `b`."""
         cu_listed, cu_other = mCuQ, mCuK
         if const_expr(self.spec.keys):
             cu_listed, cu_other = mCuK, mCuQ

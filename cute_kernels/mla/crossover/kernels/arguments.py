@@ -1,4 +1,4 @@
-"""What the roles of one crossover launch share, by name."""
+"""Arguments that the roles of one crossover launch share, by name."""
 
 from typing import Any, NamedTuple
 
@@ -15,14 +15,14 @@ class KeyTensors(NamedTuple):
 
 
 class KeySource(NamedTuple):
-    """Where the rows of a work tile's keys are found.
+    """How the rows of a work tile's keys are found.
 
     mKV        the cache
     zero_row   address of the row that a masked key reads
     entries    indices of the query, or block table of the request
     begin      position of the first key
     limit      keys at this position and beyond are masked
-    page_size  fast divisor
+    page_size  page size as a fast divisor
     """
 
     mKV: cute.Tensor

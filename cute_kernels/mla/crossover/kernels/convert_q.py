@@ -14,14 +14,14 @@ from cute_kernels.mla.kernels.scheduler import WorkTile
 from cute_kernels.mla.kernels.tile import BLOCK_COLUMNS, QK, QUANT_TILE, QUANT_TILES
 from cute_kernels.mla.spec import WIDE
 
-CHUNKS = 8  # of eight numbers of Q that a thread converts together
-MIN_PEAK, MAX_PEAK = 2.0**-8, 65504.0  # of 128 numbers, between which float16 holds all of them as well as bf16 does
+CHUNKS = 8  # chunks of eight numbers of Q that a thread converts together
+MIN_PEAK, MAX_PEAK = 2.0**-8, 65504.0  # range of a peak of 128 numbers in which float16 holds all as well as bf16
 MAX_EXPONENT = 120  # powers of two up to this size, and their inverses, are normal float32 numbers
 
 
 @cute.jit
 def max_magnitudes(a: Int32, b: Int32) -> Int32:
-    """The larger magnitudes of two pairs of float16; `a` has no signs."""
+    """Returns the larger magnitudes of two pairs of float16; `a` has no negative numbers."""
     return cute.arch.inline_ptx(
         "{\n.reg .b32 t;\nabs.f16x2 t, {$r1};\nmax.f16x2 {$w0}, {$r0}, t;\n}",
         write_only_types=[Int32],
@@ -30,7 +30,7 @@ def max_magnitudes(a: Int32, b: Int32) -> Int32:
 
 
 class QChunk(NamedTuple):
-    """Eight neighbouring numbers of Q: the same memory as bf16 and as float16."""
+    """Eight neighbouring numbers of Q: the same memory viewed as bf16 and as float16."""
 
     bf16: cute.Tensor
     fp16: cute.Tensor
@@ -39,7 +39,7 @@ class QChunk(NamedTuple):
 class QConverter:
     """Device code for the QK warpgroup. A thread converts two quant tiles of one row; the rope part stays bf16.
 
-    Numbers 2^-16 below the largest of the 128 that meet a scale lose bits; they are too small there to count. Where the
+    Numbers 2^-16 below the largest of the 128 that share a scale lose bits; they are too small to matter. If the
     largest itself is out of float16's range, Q is loaded again and a power of two brings each row of a quant tile into
     range; `smem.q_power` has the inverse, which multiplies S.
     """
@@ -48,9 +48,9 @@ class QConverter:
 
     @cute.jit
     def prepare(self, smem, q: QTma, work: WorkTile, loads: Int32, warp_idx: Int32, tid: Int32):
-        """Converts the Q of a work tile, after `loads` loads of Q.
+        """Converts the Q of a work tile; `loads` loads of Q precede it.
 
-        Returns (1 if S is to be multiplied by `smem.q_power`, loads so far).
+        Returns (1 if S has to be multiplied by `smem.q_power`, number of loads so far).
         """
         self.edge.wait(smem, loads)
         loads += 1
@@ -58,7 +58,7 @@ class QConverter:
         q_scaled = Int32(0)
         if wgmma.every_thread(fits, Int32(NamedBarrier.QK)) == 0:
             q_scaled = Int32(1)
-            cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores, then those of TMA
+            cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores before those of TMA
             cute.arch.barrier(barrier_id=NamedBarrier.QK, number_of_threads=THREADS)
             if warp_idx == 0:
                 start_q(smem, q.atom, q.tensor, work, WIDE, unrolled=True)
@@ -70,7 +70,7 @@ class QConverter:
         return q_scaled, loads
 
     def chunk(self, smem, tid: Int32, j: Int32, c: Int32) -> QChunk:
-        """Chunk c of 16 in the j-th of the two quant tiles that a thread converts."""
+        """Returns chunk c of 16 in the j-th of the two quant tiles that a thread converts."""
         row, quant_tile = tid % WIDE, tid // WIDE * (QUANT_TILES // 2) + j
         start = (
             (quant_tile * (QUANT_TILE // BLOCK_COLUMNS) + c // 8) * BLOCK
@@ -92,7 +92,7 @@ class QConverter:
             largest.fill(0)
             seen = Int32(0)
             for first in cutlass.range(0, QUANT_TILE // 8, CHUNKS, unroll=1):
-                chunks = cute.make_rmem_tensor((8, CHUNKS), BFloat16)  # loads in flight together
+                chunks = cute.make_rmem_tensor((8, CHUNKS), BFloat16)  # these loads are in flight together
                 for i in cutlass.range_constexpr(CHUNKS):
                     source = self.chunk(smem, tid, j, first + i)
                     cute.autovec_copy(source.bf16, chunks[None, i])

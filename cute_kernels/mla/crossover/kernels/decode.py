@@ -3,12 +3,12 @@
 A CTA has work tiles: 64 heads of a query token times a range of its keys, in key tiles of 64. Heads are the M side of
 both products, S = Q K^T and O += P V, and keys and values lie in shared memory as float16. The QK warpgroup makes P.
 
-Scales. Codes go to the tensor core as they are: e4m3 is exact in float16. Scales are float32 and applied there:
+Scales. Codes go to the tensor core unscaled: e4m3 is exact in float16. Scales are float32, applied as follows:
     S = q_rope k_rope + sum_j scale_j (q_j code_j)     in float32, between the products of quant tiles j
     O_j += (P scale_j) code_j                          P scale_j rounded to float16
-What float16 does not hold is found and handled: Q (`QConverter.prepare`), P scale_j (`PvWarpgroups.add_by_powers`).
+Values out of float16's range are found and handled: Q (`QConverter.prepare`), P scale_j (`PvWarpgroups.add_by_powers`).
 
-Splits and their merge are those of mla/kernels/decode.py.
+Splits and their merge are as in mla/kernels/decode.py.
 
 Roles (512 threads, 128 registers each at launch)
   warpgroup 0                 load, 72 registers: gathers codes of the next key tile in two passes of 16 rows, stores
@@ -69,7 +69,7 @@ from cute_kernels.mla.kernels.tile import QK
 
 
 class MlaCrossoverKernel:
-    """See the module's docstring. `spec` holds all that is fixed at compile time."""
+    """The kernel that the module's docstring describes. `spec` holds everything that is fixed at compile time."""
 
     def __init__(self, spec: MlaCrossoverSpec):
         self.spec = spec
@@ -82,7 +82,7 @@ class MlaCrossoverKernel:
             self.merger = PartialMerger(spec)
 
     def fake_arguments(self) -> tuple:
-        """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
+        """Returns shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
         sizes = tuple(cute.sym_int() for _ in range(3))
         q = fake_strided(BFloat16, (*sizes, QK), 16)
         kv = fake_strided(Uint8, (cute.sym_int(), cute.sym_int(), token_cache.ROW_BYTES), 16)
@@ -111,13 +111,13 @@ class MlaCrossoverKernel:
         trace: Int64,
         stream: cuda.CUstream,
     ):
-        """One launch. Split specs have merge CTAs, with higher numbers, which merge the partials of the others.
+        """Launches decode CTAs; if the spec is split, also merge CTAs with higher numbers, which merge the partials.
 
         Memory that no caller sees comes as addresses, which cost the host less than tensors. `scratch` has room for
         num_splits * batch * s_q * h_q partials: 512 float16, 8 block scales and an LSE each. `counters` has a word for
         each block of heads of each query, 0 before and after the launch; `zero_row` is a row of zeros whose scales are
         `MASKED_SCALE`. merge_ctas CTAs merge a block of heads. At most max_ctas CTAs decode, each every max_ctas-th
-        work tile. `trace` is where timestamps go.
+        work tile. Timestamps go to `trace`.
         """
         batch, s_q, h_q, _ = mQ.shape
         cluster = const_expr(self.spec.cluster)
@@ -175,9 +175,9 @@ class MlaCrossoverKernel:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         # The next launch may begin once a CTA of this one has ended: by then all CTAs of this one have started, so
-        # merge CTAs find those they wait for. It reads and writes nothing before all of this launch is complete.
+        # merge CTAs find those they wait for. The next launch uses no memory before all of this one is complete.
         cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()  # what kernels before this one write: q, keys, lengths, the counters
+        cute.arch.griddepcontrol_wait()  # waits for what earlier kernels write: q, keys, lengths, the counters
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         cute.arch.cluster_arrive_relaxed()
         cute.arch.cluster_wait()
@@ -190,7 +190,7 @@ class MlaCrossoverKernel:
         is_merge = False
         if const_expr(self.spec.split):
             is_merge = block >= sizes.decode_ctas
-        # compared here, not in the branch: there ptxas lays out the code differently
+        # compared before the branch: inside of it ptxas lays out the code differently
         is_qk = warp_idx < WARPS * (self.roles.qk[0] + 1)
         if is_merge:
             if const_expr(self.spec.split):
@@ -206,5 +206,5 @@ class MlaCrossoverKernel:
             self.pv.run(smem, results, counters, table, warp_idx // WARPS - self.roles.pv[0], tidx)
         if tidx == 128 * self.roles.pv[0]:
             self.tracer.anchor(smem.trace.ptr, 1)
-        cute.arch.cluster_arrive_relaxed()  # neither CTA leaves while the other one may read or write here
+        cute.arch.cluster_arrive_relaxed()  # neither CTA leaves while the other one may read or write its shared memory
         cute.arch.cluster_wait()

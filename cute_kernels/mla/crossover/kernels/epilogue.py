@@ -13,21 +13,21 @@ from cute_kernels.mla.kernels.scheduler import WorkTile
 from cute_kernels.mla.kernels.tile import QUANT_TILE
 from cute_kernels.mla.spec import WIDE
 
-HALVES = 2  # quant tiles of a PV warpgroup: each has 256 of the 512 columns
+HALVES = 2  # quant tiles of a PV warpgroup, which has 256 of the 512 columns
 BLOCK_SCALES = QUANT_TILE // BLOCK_SCALE_VALUES  # fp16 block scales of a quant tile in a partial
 
 
 class Epilogue:
-    """Device code for the PV warpgroups; `wg` is 0 or 1, `tid` counts within one."""
+    """Device code for the PV warpgroups; `wg` is 0 or 1, `tid` counts within a warpgroup."""
 
     def __init__(self, spec: MlaCrossoverSpec):
         self.spec = spec
 
     @cute.jit
     def store(self, acc_o, rows: RowState, results: Results, work: WorkTile, wg: Int32, tid: Int32):
-        """Normalizes O, sink included, and stores it as bf16; stores the LSE.
+        """Normalizes O, with the sink, and stores it as bf16; stores the LSE.
 
-        From registers: all shared memory belongs to the next work tile by then, whose Q is in flight.
+        O comes from registers: all shared memory already belongs to the next work tile, whose Q is in flight.
         """
         row_max, row_sum = rows
         mSink, mOut, mLse, _ = results
@@ -49,7 +49,7 @@ class Epilogue:
     def store_partial(self, acc_o, rows: RowState, results: Results, work: WorkTile, wg: Int32, tid: Int32):
         """Normalizes O without the sink and stores it as float16, with block scales and the LSE, for the merge.
 
-        The 128 numbers of a row that four lanes have share a block scale, which is stored for each 64 of them.
+        The 128 numbers of a row that four lanes hold share a block scale, which is stored once per 64 of them.
         """
         row_max, row_sum = rows
         mSink, _, _, partials = results
@@ -83,7 +83,7 @@ class Epilogue:
 
     @cute.jit
     def normalize(self, acc_o, row_sum: cute.Tensor, denominator: cute.Tensor):
-        """O / WEIGHT / denominator by rows; 0 for rows without keys."""
+        """Divides O by WEIGHT and by `denominator`, row by row; rows without keys become 0."""
         for r in cutlass.range_constexpr(2):
             denominator[r] *= WEIGHT
         softmax.normalize(acc_o, row_sum, denominator)
@@ -101,11 +101,11 @@ class Epilogue:
 
     @cute.jit
     def store_row(self, pairs: cute.Tensor, heads: cute.Tensor, head: Int32, h_q: Int32, first: Int32, tid: Int32):
-        """Stores 128 numbers of 16 bits of a row, 16 bytes at a time.
+        """Stores 128 16-bit numbers of a row, 16 bytes at a time.
 
-        Four lanes have two of every eight numbers each; shuffles give each lane one whole block of eight out of four.
-        With stores of 4 bytes the 64 KB of a work tile occupy the load and store units for 10,000 clocks, and all else
-        on the SM waits.
+        Each of four lanes has two of every eight numbers; shuffles give each lane one whole block of eight out of four.
+        With stores of 4 bytes the 64 KB of a work tile would occupy the load and store units for 10,000 clocks, while
+        everything else on the SM waits.
         """
         quarter, number = tid % 4, cute.size(pairs) // 2
         odd, upper = quarter % 2 == 1, quarter // 2 == 1

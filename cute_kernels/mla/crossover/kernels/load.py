@@ -20,7 +20,7 @@ from cute_kernels.mla.spec import TOKENS_PER_TILE
 class LoadWarpgroup:
     """Device code for 128 threads. The CTA of rank r gathers rows 32 r to 32 r + 31 of each key tile.
 
-    The other rows come from the other CTA of the cluster (exchange.py).
+    The other 32 rows come from the other CTA of the cluster (exchange.py).
     """
 
     def __init__(self, spec: MlaCrossoverSpec):
@@ -52,13 +52,13 @@ class LoadWarpgroup:
         """Loads the key tiles done, done + 1, ... of a work tile.
 
         The rows of the next key tile are always in flight: once a pass of 16 rows is stored, its registers receive the
-        same pass of the next tile. Entries of the index or block table come one key tile earlier still, one a lane.
+        same pass of the next tile. Entries of the index list or block table come one tile earlier still, one a lane.
         """
         part = row_part(tid)
-        first_row = HALF * rank  # of this CTA's half
+        first_row = HALF * rank  # first row of this CTA's half
         position = keys.begin + first_row + part.row
         last = keys.limit - 1
-        # lane 4 p + r has the entry of row r of the warp's four in pass p
+        # lane 4 p + r has the entry of row r of the warp's four rows in pass p
         lane, warp_idx = tid % WARP, tid // WARP
         entry_position = keys.begin + first_row + 4 * warp_idx + lane % 4 + ROWS * (lane // 4 % PASSES)
         first_entry = self.finder.read_entry(keys.entries, entry_position, last, keys.page_size)
@@ -101,7 +101,7 @@ class LoadWarpgroup:
                     token_cache.gather(row, part.column, raw[None, None, p])
             entry = self.finder.read_entry(keys.entries, entry_position, last, keys.page_size)
             position += TOKENS_PER_TILE
-            # no fence here: it would wait for the loads in flight. QK and PV have one
+            # no fence here: it would wait for the loads in flight. QK and PV have a fence
             if const_expr(self.exchange == "values"):
                 self.peer.send_values(smem, stage, rank, tid)
             self.stamp(smem, t, 1, 1, tid)
@@ -117,7 +117,7 @@ class LoadWarpgroup:
     def next_row(
         self, keys: KeySource, entry: Int32, row_pass: int, row: Int32, position: Int32, last: Int32
     ) -> cute.Pointer:
-        """The row of the next key tile that a thread loads in a pass; `position` is that of its first row in this."""
+        """Returns the row of the next key tile that a thread loads; `position` is the pass's first row in this tile."""
         own_entry = cute.arch.shuffle_sync(entry, 4 * row_pass + row % 4)
         row_position = position + TOKENS_PER_TILE + ROWS * row_pass
         _, address = self.finder.locate(keys.mKV, keys.zero_row, own_entry, row_position, last, keys.page_size)
@@ -125,5 +125,5 @@ class LoadWarpgroup:
 
     @cute.jit
     def stamp(self, smem, t: Int32, event: cutlass.Constexpr, edge: cutlass.Constexpr, tid: Int32):
-        """A timestamp of a key tile."""
+        """Stores a timestamp of a key tile."""
         self.tracer.stamp(smem.trace.ptr, 0, len(EVENTS[0]) * t + event, edge, tid == 0)

@@ -15,15 +15,15 @@ class NamedBarrier(IntEnum):
 
     QK = 1  # 128, the QK warpgroup: Q is converted, QK of a tile is done (P may overwrite its rope part)
     STORED = 3  # 256, both PV warpgroups: a partial is in global memory
-    LOAD = 4  # 128, the load warpgroup: own rows are stored, or the other CTA's codes are read
+    LOAD = 4  # 128, the load warpgroup: its own rows are stored, or the other CTA's codes are read
 
 
 class CrossoverPipelines(NamedTuple):
-    """Edges between the roles, and between the two CTAs of a cluster.
+    """The edges between the roles, and between the two CTAs of a cluster.
 
     q      Q, which TMA brings
-    keys   key tiles, from the load warpgroup, which PV frees
-    p      P and what the softmax stores with it; PV frees its stage with that of the keys
+    keys   key tiles, filled by the load warpgroup and freed by PV
+    p      P and what the softmax stores with it; PV frees it together with the keys' stage
     peer   says, tile by tile, that the other CTA's stage is empty: rows may be sent
     codes  rows that the other CTA sends as codes
     """
@@ -36,7 +36,7 @@ class CrossoverPipelines(NamedTuple):
 
 
 def pipelines(spec: MlaCrossoverSpec) -> CrossoverPipelines:
-    """The edges of a kernel."""
+    """Makes the edges of a kernel."""
     values_bytes, codes_bytes = (VALUES_BYTES, 0) if spec.exchange == "values" else (0, CODES_BYTES)
     return CrossoverPipelines(
         q=q_pipeline(spec.heads, QK),

@@ -31,24 +31,24 @@ from cute_kernels.mla.spec import TOKENS_PER_TILE, WIDE
 KEY_BLOCKS = TOKENS_PER_TILE // 16
 IN_FLIGHT = 1  # wgmmas of 16 keys in flight while P of the next 16 is prepared
 LOADED = 2  # blocks of 16 keys whose P is loaded ahead: shared memory answers after 200 clocks while others use it
-P_EXPONENT = 13  # of the largest P x scale x power of a row; float16 holds up to 2^16
+P_EXPONENT = 13  # exponent of the largest P x scale x power of a row; float16 holds up to 2^16
 O_EXPONENT = 100  # O stays below 2^100 when its power changes
 
 
 class PBlock(NamedTuple):
-    """P of a block of 16 keys (8) and their weights in a quant tile (4): what a thread multiplies, float16."""
+    """P of a block of 16 keys (8) and their weights in a quant tile (4), float16: one thread's factors."""
 
     p: cute.Tensor
     weights: cute.Tensor
 
 
 class PvWarpgroups:
-    """Device code for 2 x 128 threads: O += P V with P and row_max of the QK warpgroup; then the epilogue.
+    """Device code for 2 x 128 threads: O += P V with P and row_max from the QK warpgroup; then the epilogue.
 
         O_j += (P scale_j) code_j      products of float16 numbers
 
-    O_j of a row is kept multiplied by a power of two, with which P scale_j fits into float16. That is WEIGHT for all
-    rows: P is multiplied by `smem.weight` as it is (`add_by_weights`). A scale out of range of weights shows there as a
+    O_j of a row is kept multiplied by a power of two, with which P scale_j fits into float16. For all rows this power
+    is WEIGHT: P is multiplied by `smem.weight` (`add_by_weights`). A scale out of range of weights shows there as a
     NaN; from that key tile to the end of the work tile each row has its own power, chosen tile by tile
     (`add_by_powers`). `wg` is 0 or 1, `tid` counts within one warpgroup.
     """
@@ -64,7 +64,7 @@ class PvWarpgroups:
 
     @cute.jit
     def run(self, smem, results: Results, counters: Int64, table: WorkTable, wg: Int32, tidx: Int32):
-        """Results of all work tiles of this CTA; `wg` is 0 or 1, `tidx` the thread of the CTA."""
+        """Computes all work tiles of this CTA; `wg` is 0 or 1, `tidx` the number of the thread in the CTA."""
         first_work, end_work, step = table.share.first, table.share.end, table.share.step
         done, tid = Int32(0), tidx % 128
         for index in cutlass.range(first_work, end_work, step, unroll=1):
@@ -90,7 +90,7 @@ class PvWarpgroups:
         wg: Int32,
         tid: Int32,
     ):
-        """O of the key tiles done, done + 1, ... of the work tile with that index, and its epilogue."""
+        """Computes O of the key tiles done, done + 1, ... of work tile `index`, and runs its epilogue."""
         work = self.scheduler.locate(index, table)
         layout, mma = layouts().nope, tiled_mmas().pv
         sNope = smem.nope.get_tensor(layout.outer, swizzle=layout.inner)
@@ -108,9 +108,9 @@ class PvWarpgroups:
             stage = self.keys.index(t)
             self.stamp(smem, t, 0, 0, wg, tid)
             self.p.wait(smem, t)
-            # complete long ago; the wait makes visible what bulk copies brought
+            # the phase was complete long ago; the wait makes visible what bulk copies brought
             self.keys.wait(smem, t)
-            cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores of codes, read by wgmma
+            cute.arch.fence_proxy("async.shared", space="cta")  # ordinary stores of codes, which wgmma reads
             self.stamp(smem, t, 0, 1, wg, tid)
             self.stamp(smem, t, 1, 0, wg, tid)
             shared = shared_row_state(smem, stage, tid)
@@ -146,7 +146,7 @@ class PvWarpgroups:
 
     @cute.jit
     def has_invalid_weight(self, smem, stage: Int32, wg: Int32, tid: Int32):
-        """Whether a weight of the key tile is NaN: its scale is out of range. The same in a whole warpgroup."""
+        """Whether a weight of the key tile is NaN, its scale being out of range. The same in the whole warpgroup."""
         seen = Int32(0)
         for half in cutlass.range_constexpr(HALVES):
             tile_weights = cute.make_rmem_tensor((8, 2), Float16)
@@ -158,7 +158,7 @@ class PvWarpgroups:
 
     @cute.jit
     def add_by_weights(self, smem, mma: cute.TiledMma, rV: cute.Tensor, acc_o, stage: Int32, wg: Int32, tid: Int32):
-        """O += (P weight) codes; P of the next 16 keys is prepared overlapped with wgmma."""
+        """Adds (P weight) codes to O; P of the next 16 keys is prepared while wgmma runs."""
         pieces = [(half, first + block) for first in (0, 2) for half in range(HALVES) for block in range(2)]
         loaded = [self.load_p(smem, *pieces[i], stage, wg, tid) for i in range(LOADED)]
         for i in cutlass.range_constexpr(len(pieces)):
@@ -166,7 +166,7 @@ class PvWarpgroups:
             p, key_weights = loaded[i % LOADED]
             operand = mma.make_fragment_A(mma.partition_shape_A((WIDE, 16)))
             element_weights = cute.make_rmem_tensor(8, Float16)
-            for e in cutlass.range_constexpr(8):  # order of the accumulator: two columns, two rows, then columns + 8
+            for e in cutlass.range_constexpr(8):  # as in the accumulator: two columns, two rows, then columns + 8
                 element_weights[e] = key_weights[e % 2 + 2 * (e // 4)]
             cute.make_tensor(operand.iterator, cute.make_layout(8)).store(p.load() * element_weights.load())
             warpgroup.fence()
@@ -179,7 +179,7 @@ class PvWarpgroups:
 
     @cute.jit
     def load_p(self, smem, half: cutlass.Constexpr, block: cutlass.Constexpr, stage: Int32, wg: Int32, tid: Int32):
-        """Starts to load P of a block of 16 keys and their weights in a quant tile."""
+        """Starts loading P of a block of 16 keys and their weights in a quant tile."""
         p, key_weights = cute.make_rmem_tensor(8, Float16), cute.make_rmem_tensor(4, Float16)
         cute.autovec_copy(p_fragment(smem, stage, tid)[None, block], p)
         start = weights(smem, stage, HALVES * wg + half, tid)[None, block // 2].iterator + block % 2 * 4
@@ -188,7 +188,7 @@ class PvWarpgroups:
 
     @cute.jit
     def add_by_powers(self, smem, mma: cute.TiledMma, rV: cute.Tensor, acc_o, stage: Int32, wg: Int32, tid: Int32):
-        """O += (P scale power) codes; the power of each row brings its largest P x scale near 2^P_EXPONENT."""
+        """Adds (P scale power) codes to O; each row's power brings its largest P x scale near 2^P_EXPONENT."""
         for half in cutlass.range_constexpr(HALVES):
             o, gain = wgmma.by_row(acc_o[half]), cute.make_rmem_tensor(2, Float32)
             peaks, largest, power = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
@@ -210,7 +210,7 @@ class PvWarpgroups:
                 if peak == 0.0:
                     change = Int32(0)
                 power[r] = softmax.power_of_two(power_exponent + change)
-                # in two factors: one float32 does not hold 2^-200
+                # two factors, because one float32 does not hold 2^-200
                 gain[r] = softmax.power_of_two(change // 2)
                 largest[r] = softmax.power_of_two(change - change // 2)
             cute.arch.sync_warp()  # the four threads of a row have read its power
@@ -234,7 +234,7 @@ class PvWarpgroups:
 
     @cute.jit
     def products(self, smem, half: cutlass.Constexpr, block: cutlass.Constexpr, stage: Int32, wg: Int32, tid: Int32):
-        """P x scale of a block of 16 keys: this thread's eight, in the order of the accumulator."""
+        """Returns P x scale of a block of 16 keys: this thread's eight, in the order of the accumulator."""
         tile_scales = key_scales(smem, tiled_mmas().qk.get_slice(tid), stage)
         column_scales = wgmma.by_row(tile_scales[None, None, None, HALVES * wg + half])
         eight, products = cute.make_rmem_tensor(8, Float16), cute.make_rmem_tensor(8, Float32)
@@ -245,6 +245,6 @@ class PvWarpgroups:
 
     @cute.jit
     def stamp(self, smem, t: Int32, event: cutlass.Constexpr, edge: cutlass.Constexpr, wg: Int32, tid: Int32):
-        """A timestamp of a key tile."""
+        """Stores a timestamp of a key tile."""
         for w in cutlass.range_constexpr(2):
             self.tracer.stamp(smem.trace.ptr, 2 + w, len(EVENTS[2]) * t + event, edge, wg == w and tid == 0)

@@ -23,23 +23,23 @@ from cute_kernels.mla.kernels.smem import place_of_weight
 from cute_kernels.mla.kernels.tile import NOPE, QUANT_TILE, QUANT_TILES, ROPE
 from cute_kernels.mla.spec import TOKENS_PER_TILE, WIDE
 
-MIN_WEIGHT, MAX_WEIGHT = 2.0**-14, 2.0  # normal float16 numbers; of those below 2 the first exponent bit is 0
+MIN_WEIGHT, MAX_WEIGHT = 2.0**-14, 2.0  # normal float16 numbers; below 2 the first exponent bit is 0
 
 
 class NextQ(NamedTuple):
-    """Whether this CTA has another work tile, and which: its Q is loaded as soon as the last S of this one is made."""
+    """The next work tile of this CTA, if any: its Q is loaded as soon as the last S of the current one is made."""
 
     exists: Any
     work: WorkTile
 
 
 class QkWarpgroup:
-    """Device code for 128 threads: S and P, row_max and row_sum of all key tiles, for the two PV warpgroups.
+    """Device code for 128 threads: S, P, row_max and row_sum of all key tiles, for the two PV warpgroups.
 
         S = q_rope k_rope + sum_j scale_j (q_j code_j)      scales in float32, products of float16 numbers
 
-    Codes are exact as float16, and Q is as far as it matters (convert_q.py). row_max (units of log2) and row_sum
-    stay in registers from tile to tile.
+    Codes are exact as float16, and Q is as exact as matters (convert_q.py). row_max (units of log2) and row_sum stay in
+    registers from tile to tile.
     """
 
     def __init__(self, spec: MlaCrossoverSpec):
@@ -51,7 +51,7 @@ class QkWarpgroup:
 
     @cute.jit
     def run(self, smem, q: QTma, table: WorkTable, scale_log2: Float32, warp_idx: Int32, tidx: Int32):
-        """P of all work tiles of this CTA; `tidx` is the thread's number in the CTA, `warp_idx` in the warpgroup."""
+        """Computes P of all work tiles. `tidx` counts threads of the CTA, `warp_idx` the warps of the warpgroup."""
         first_work, end_work, step = table.share.first, table.share.end, table.share.step
         work = self.scheduler.locate(first_work, table)
         if warp_idx == 0 and first_work < end_work:
@@ -66,7 +66,7 @@ class QkWarpgroup:
             last = cutlass.min(following, end_work - 1)
             next_work = self.scheduler.locate(last, table)
             q_scaled, loads = self.q.prepare(smem, q, work, loads, warp_idx, tidx % 128)
-            length = self.scheduler.length(next_work, table.mLength)  # a work tile ahead: it takes some 1000 clocks
+            length = self.scheduler.length(next_work, table.mLength)  # a work tile ahead: it takes about 1000 clocks
             tid = tidx % 128
             entries = self.scheduler.entries(work, table.mIndex)
             page_size = table.divisors.page_size
@@ -89,10 +89,10 @@ class QkWarpgroup:
         warp_idx: Int32,
         tid: Int32,
     ):
-        """P of the key tiles done, done + 1, ... of a work tile, whose Q is ready; starts the load of the next Q.
+        """Computes P of the key tiles done, done + 1, ... of a work tile, whose Q is ready; starts loading the next Q.
 
-        The load warpgroup brings codes alone. Here a pair of threads loads the scales of a key, a tile ahead,
-        overlapped with the wait for codes.
+        The load warpgroup brings only codes. Here a pair of threads loads the scales of a key, a tile ahead, during the
+        wait for codes.
         """
         key, pair = tid // 2, tid % 2
         position, last_position = keys.begin + key, keys.limit - 1
@@ -125,12 +125,12 @@ class QkWarpgroup:
             entry = self.finder.read_entry(keys.entries, position, last_position, keys.page_size)
             cute.arch.barrier(barrier_id=NamedBarrier.QK, number_of_threads=THREADS)  # scales and masks are stored
             self.keys.wait(smem, t)
-            # ordinary stores, read by wgmma. The load warpgroup has no fence: it would wait for the loads in flight
+            # ordinary stores before wgmma reads. The load warpgroup has no fence: it would wait for the loads in flight
             cute.arch.fence_proxy("async.shared", space="cta")
             self.stamp(smem, t, 0, 1, tid)
             self.stamp(smem, t, 1, 0, tid)
             acc_s = self.multiply(smem, stage, q_scaled, tid)
-            # all have read the rope part, which P overwrites, and Q
+            # all threads have read Q and the rope part, which P overwrites
             cute.arch.barrier(barrier_id=NamedBarrier.QK, number_of_threads=THREADS)
             self.stamp(smem, t, 1, 1, tid)
             if last and next_q.exists and warp_idx == 0:
@@ -142,7 +142,7 @@ class QkWarpgroup:
 
     @cute.jit
     def store_scales(self, smem, scale_pair: cute.Tensor, valid: Int32, stage: Int32, tid: Int32):
-        """Stores two scales of a key and their weights, NaN if out of range; one thread of the pair stores the mask."""
+        """Stores two scales of a key and their weights, NaN if out of range; one thread of a pair stores the mask."""
         key, pair = tid // 2, tid % 2
         layout = cute.make_layout((TOKENS_PER_TILE, QUANT_TILES, STAGES))
         sScale = cute.make_tensor(smem.scale.data_ptr(), layout)
@@ -160,7 +160,7 @@ class QkWarpgroup:
 
     @cute.jit
     def multiply(self, smem, stage: Int32, q_scaled: Int32, tid: Int32):
-        """S of a key tile, complete in registers."""
+        """Computes S of a key tile, complete in registers."""
         layout, mmas = layouts(), tiled_mmas()
         mma, mma_rope = mmas.qk, mmas.qk_rope
         thr, thr_rope = mma.get_slice(tid), mma_rope.get_slice(tid)
@@ -203,5 +203,5 @@ class QkWarpgroup:
 
     @cute.jit
     def stamp(self, smem, t: Int32, event: cutlass.Constexpr, edge: cutlass.Constexpr, tid: Int32):
-        """A timestamp of a key tile."""
+        """Stores a timestamp of a key tile."""
         self.tracer.stamp(smem.trace.ptr, 1, len(EVENTS[1]) * t + event, edge, tid == 0)

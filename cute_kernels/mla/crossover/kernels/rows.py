@@ -11,13 +11,13 @@ from cute_kernels.mla.spec import TOKENS_PER_TILE
 
 
 class RowPart(NamedTuple):
-    """What a thread stores in each pass of 16 rows.
+    """The part of a row that a thread stores in each pass of 16 rows.
 
-    row      of the 16
+    row      the row, of 16
     column   its first code of 16 in a quant tile
-    even     where its even chunk of eight codes goes, in elements after the first row of the pass
-    odd      the same of its odd chunk
-    rope     the same of its chunk of the rope part
+    even     place of its even chunk of eight codes, in elements after the first row of the pass
+    odd      place of its odd chunk
+    rope     place of its chunk of the rope part
     """
 
     row: Int32
@@ -28,7 +28,7 @@ class RowPart(NamedTuple):
 
 
 class RowTargets(NamedTuple):
-    """Where one row of a thread goes: even and odd chunks, (8, quant tiles) float16 each, and the rope chunk (8)."""
+    """Targets of one row of a thread: even and odd chunks, (8, quant tiles) float16 each, and the rope chunk (8)."""
 
     even: cute.Tensor
     odd: cute.Tensor
@@ -36,7 +36,7 @@ class RowTargets(NamedTuple):
 
 
 def row_part(tid: Int32) -> RowPart:
-    """The part of thread `tid`; row % 8, which swizzles chunks, is the same in every pass."""
+    """Returns the part of thread `tid`; row % 8, which swizzles chunks, is the same in every pass."""
     lane, warp_idx = tid % 32, tid // 32
     quarter, odd_row, store_phase = lane % 4, lane // 4 % 2, lane // 8
     row, half = 4 * warp_idx + 2 * (store_phase // 2) + odd_row, (store_phase + odd_row) % 2
@@ -49,7 +49,7 @@ def row_part(tid: Int32) -> RowPart:
 
 @cute.jit
 def row_targets(smem, part: RowPart, stage: Int32, first_row: Int32) -> RowTargets:
-    """Where a thread's row goes in the pass over rows `first_row`, first_row + 1, ... of a stage."""
+    """Returns the targets of a thread's row in the pass over rows `first_row`, first_row + 1, ... of a stage."""
     nope, chunks = smem.nope.data_ptr(), cute.make_layout((8, QUANT_TILES), stride=(1, 2 * BLOCK))
     start = stage * (TOKENS_PER_TILE * NOPE) + first_row * BLOCK_COLUMNS
     sEven = cute.make_tensor(nope + cute.assume(start + part.even, divby=8), chunks)

@@ -1,4 +1,4 @@
-"""Shared memory of the crossover kernel, its matrix products, and how its warpgroups read what they share."""
+"""Shared memory of the crossover kernel, its matrix products, and views of what its warpgroups share."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from cute_kernels.mla.kernels.load_q import q_layout
 from cute_kernels.mla.kernels.tile import NOPE, QUANT_TILE, QUANT_TILES, ROPE
 from cute_kernels.mla.spec import TOKENS_PER_TILE, WIDE
 
-P_SHIFT = 8.0  # P is at most 2^8, so float16 holds what is above 2^-33 of the largest
+P_SHIFT = 8.0  # P is at most 2^8, so float16 holds P above 2^-33 of the largest
 
 
 class Layouts(NamedTuple):
@@ -41,11 +41,11 @@ class RowState(NamedTuple):
 
 
 class SharedRowState(NamedTuple):
-    """What the QK warpgroup says about a thread's two rows with a key tile.
+    """The QK warpgroup's message about a thread's two rows, with each key tile.
 
-    rescaling  factor of the O so far
+    rescaling  factor for the O accumulated so far
     row_max    of the work tile, valid with its last key tile
-    row_sum    the same
+    row_sum    of the work tile, valid with its last key tile
     """
 
     rescaling: cute.Tensor
@@ -54,7 +54,7 @@ class SharedRowState(NamedTuple):
 
 
 def layouts() -> Layouts:
-    """Layouts of the operands of wgmma in shared memory."""
+    """Returns the layouts of wgmma's operands in shared memory."""
     row, tile = LayoutEnum.ROW_MAJOR, (WIDE, TOKENS_PER_TILE)
     return Layouts(
         sm90.make_smem_layout_b(row, (*tile, NOPE), BFloat16, STAGES),
@@ -64,7 +64,7 @@ def layouts() -> Layouts:
 
 
 def shared_storage():
-    """The struct of all shared memory."""
+    """Makes the struct of all shared memory."""
     layout = layouts()
     scales = STAGES * QUANT_TILES * TOKENS_PER_TILE
 
@@ -75,7 +75,7 @@ def shared_storage():
         q: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout.q)], 1024]
         scale: cute.struct.Align[cute.struct.MemRange[Float32, scales], 128]
         weight: cute.struct.Align[cute.struct.MemRange[Float16, scales], 128]  # see `weights` in mla/kernels/smem.py
-        q_power: cute.struct.MemRange[Float32, QUANT_TILES * WIDE]  # factor of S where Q was out of float16's range
+        q_power: cute.struct.MemRange[Float32, QUANT_TILES * WIDE]  # factor of S if Q was out of float16's range
         mask: cute.struct.Align[cute.struct.MemRange[Float32, STAGES * TOKENS_PER_TILE], 128]  # 0 or -inf, added to S
         rescaling: cute.struct.MemRange[Float32, STAGES * WIDE]
         o_power: cute.struct.MemRange[Float32, QUANT_TILES * WIDE]  # see `o_powers`
@@ -93,7 +93,7 @@ def shared_storage():
 
 
 def tiled_mmas() -> TiledMmas:
-    """The three products of a key tile."""
+    """Makes the three products of a key tile."""
     k, mn, one = OperandMajorMode.K, OperandMajorMode.MN, (1, 1, 1)
     registers = warpgroup.OperandSource.RMEM
     tile = (WIDE, TOKENS_PER_TILE)
@@ -113,7 +113,7 @@ def key_scales(smem, thr_qk, stage: Int32):
 
 
 def p_fragment(smem, stage: Int32, tid: Int32) -> cute.Tensor:
-    """A thread's fragment of P of the key tile in a stage, over its rope part: (8, 64 / 16) float16.
+    """Returns a thread's fragment of P of a stage's key tile, over its rope part: (8, 64 / 16) float16.
 
     Piece k of 16 bytes has columns 16 k to 16 k + 15.
     """
@@ -123,16 +123,16 @@ def p_fragment(smem, stage: Int32, tid: Int32) -> cute.Tensor:
 
 
 def shared_row_state(smem, stage: Int32, tid: Int32) -> SharedRowState:
-    """The state of a thread's two rows with the key tile in a stage: (2) each."""
+    """Returns the state of a thread's two rows with the key tile in a stage, (2) each."""
     start, two = wgmma.row(tid, 0) + stage * WIDE, cute.make_layout(2, stride=8)
     arrays = (smem.rescaling, smem.row_max, smem.row_sum)
     return SharedRowState(*(cute.make_tensor(array.data_ptr() + start, two) for array in arrays))
 
 
 def o_powers(smem, half, wg: Int32, tid: Int32) -> cute.Tensor:
-    """The power of two that O of a thread's two rows (2) is multiplied by, in a half of PV warpgroup `wg`'s columns.
+    """Returns the powers of two in O of a thread's two rows (2), for a half of PV warpgroup `wg`'s columns.
 
-    Used where weights are out of range; otherwise that factor is WEIGHT.
+    It is used if weights are out of range; otherwise that factor is WEIGHT.
     """
     start, two = wgmma.row(tid, 0) + (2 * wg + half) * WIDE, cute.make_layout(2, stride=8)
     return cute.make_tensor(smem.o_power.data_ptr() + start, two)

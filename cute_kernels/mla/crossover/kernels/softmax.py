@@ -12,10 +12,10 @@ from cute_kernels.mla.spec import TOKENS_PER_TILE, WIDE
 
 @cute.jit
 def store_p(smem, acc_s: cute.Tensor, rows: RowState, scale_log2: Float32, stage: Int32, last, tid: Int32):
-    """Stores P of a key tile as float16 where its rope part was, and its rescaling factors; updates `rows`.
+    """Stores P of a key tile as float16 over its rope part, and the rescaling factors; updates `rows`.
 
-    With the `last` key tile of a work tile row_max and row_sum are stored too. A thread's row_sum covers its own
-    columns until then.
+    With the `last` key tile of a work tile it also stores row_max and row_sum. Until then a thread's row_sum covers
+    only its own columns.
     """
     row_max, row_sum = rows
     thr = tiled_mmas().qk.get_slice(tid)

@@ -123,7 +123,7 @@ class Attend:
         wg: Int32,
         tid: Int32,
     ) -> Int32:
-        """Every warpgroups-th head of a grouped work tile, from `heads.first` on; the next tile of the ring.
+        """Every warpgroups-th head of a grouped work tile, from `heads.first` on; returns the number of the next tile.
 
         Head h of the count-th work tile has number count x ratio + h; its Q lies in slot number % q_stages.
         """
@@ -163,7 +163,7 @@ class Attend:
         wg: Int32,
         tid: Int32,
     ) -> Int32:
-        """O, row_max and row_sum (of this thread's columns) of the rows in a slot; the next tile of the ring.
+        """O, row_max and row_sum (of this thread's columns) of the rows in a slot; returns the number of the next tile.
 
         `ring_tile` counts tiles since the kernel started. Tiles that are `kept` are needed again and not released.
         """

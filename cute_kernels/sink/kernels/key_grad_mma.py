@@ -134,7 +134,7 @@ class KeyGrad:
     def add_tiles(
         self, smem, acc_s: cute.Tensor, keys: KeyBlocks, tiles: QueryTiles, ring_tile: Int32, place: Place
     ) -> Int32:
-        """Adds the query tiles of all query heads of the group to dK and dV; returns the next tile of the ring."""
+        """Adds the query tiles of all query heads of the group to dK and dV; returns the number of the next tile."""
         raise NotImplementedError
 
     @cute.jit
@@ -260,9 +260,8 @@ class FusedKeyGrad(KeyGrad):
                 if const_expr(spec.key_blocks > 1):
                     warpgroup.fence()
                     self.issue_transposed(keys.k[1], smem.q, acc_s, stage, tid)
-                self.edges.ds.acquire(
-                    smem, self.edges.ds.slot(ring_tile)
-                )  # not ds_slot: ptxas would order it otherwise
+                # not ds_slot: its phase is from before the products, and ptxas orders those otherwise
+                self.edges.ds.acquire(smem, self.edges.ds.slot(ring_tile))
             sDS = view(smem.d_s, layouts.d_s)
             store_ds = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
             to_smem = cute.make_tiled_copy_C(store_ds, mma_s)

@@ -105,7 +105,7 @@ class KeyLoad:
         ratio: Int32,
         ring_tile: Int32,
     ) -> Int32:
-        """Starts the copies of all query tiles of all query heads; the next tile of the ring."""
+        """Starts the copies of all query tiles of all query heads; returns the number of the next tile."""
         spec = self.spec
         queries = self.masks.query_range(work.first, work.s_q, work.s_k, visible)
         position = views.position(spec.packed, work.start_q, work.batch, work.s_q) + queries.begin

@@ -178,7 +178,7 @@ def work_pipeline(readers: int) -> Pipeline:
 def initialize(smem: Any, edges: Pipelines) -> None:
     """Initializes all barriers; called by one thread, which fences and synchronizes afterwards.
 
-    Any order does. This one, by stages, K and V together, is that of the machine code that results/ has times of.
+    Any order is correct. This one, stage by stage, K and V together, keeps the machine code that results/ has times of.
     """
     found = [(i - (edge.name == "v"), barrier) for i, edge in enumerate(edges) for barrier in edge.barriers()]
     stages = [(i, stage, b.name.endswith("empty"), b) for i, b in found for stage in range(b.stages)]

@@ -141,7 +141,7 @@ class QueryGrad:
         kept,
         tid: Int32,
     ) -> Int32:
-        """DQ / softmax_scale of the rows in a slot; the next tile of the ring. Tiles may be `kept` for more heads."""
+        """Makes dQ / softmax_scale of a slot. Tiles may be `kept` for more heads. Returns the next tile's number."""
         spec = self.spec
         layouts, (mma_s, mma_dq) = query_layouts(spec), query_mmas(spec)
         thr_s, thr_dq = mma_s.get_slice(tid), mma_dq.get_slice(tid)

@@ -110,7 +110,7 @@ class QueryLoad:
         count: Int32,
         ring_tile: Int32,
     ) -> Int32:
-        """Starts all copies of a work tile; the next tile of the ring."""
+        """Starts all copies of a work tile; returns the number of the next tile."""
         spec = self.spec
         keys = self.masks.key_range(work.first, work.s_q, work.s_k, visible)
         tiles = keys.tiles

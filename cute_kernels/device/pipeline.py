@@ -11,7 +11,7 @@ All methods take a tile number or its `Slot`; a role that carries the `Slot` of 
 All threads of a role arrive, not one per warp: that costs nothing measurable, and racecheck can follow it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -74,9 +74,11 @@ class Pipeline:
     # ---- where a tile is
 
     def slot(self, tile: Int32 | Slot) -> Slot:
-        """Returns the slot of a tile. The division is unsigned: a signed one takes twice the instructions."""
-        if isinstance(tile, Slot):
-            return tile
+        """Returns the slot of a tile."""
+        return tile if isinstance(tile, Slot) else self.slot_of(tile)
+
+    def slot_of(self, tile: Int32) -> Slot:
+        """Returns the slot of a tile's number. The division is unsigned: a signed one takes twice the instructions."""
         use = Uint32(tile) // self.stages
         return Slot(Int32(Uint32(tile) - use * self.stages), Int32(use % 2))
 
@@ -136,6 +138,28 @@ class Pipeline:
         return field_pointer(smem, f"{self.name}_empty") + index
 
 
+class Pow2Pipeline(Pipeline):
+    """A pipeline of a power of two of stages: it masks and shifts the numbers of tiles."""
+
+    def slot_of(self, tile: Int32) -> Slot:
+        """Returns the slot of a tile's number."""
+        return Slot(tile & (self.stages - 1), (tile >> (self.stages.bit_length() - 1)) & 1)
+
+
+class SignedPipeline(Pipeline):
+    """A pipeline that divides the numbers of tiles as signed ones."""
+
+    def slot_of(self, tile: Int32) -> Slot:
+        """Returns the slot of a tile's number."""
+        return Slot(tile % self.stages, tile // self.stages % 2)
+
+    def acquire(self, smem: Any, tile: Int32 | Slot) -> None:
+        """Waits until the stage of a tile is free; given a number, for the phase of the stage's next use."""
+        barrier = self.empty_barrier(smem, self.index(tile))
+        phase = tile.phase ^ 1 if isinstance(tile, Slot) else (tile // self.stages + 1) % 2
+        cute.arch.mbarrier_wait(barrier, phase)
+
+
 Pipelines = Sequence[Pipeline]
 
 
@@ -148,13 +172,8 @@ def initialize(smem: Any, pipelines: Pipelines) -> None:
 
 def table(pipelines: Pipelines) -> str:
     """Lines for a docstring: name[stages], arrivals, bytes, and what the barrier says."""
-    return lines(_barriers(pipelines))
-
-
-def lines(barriers: Iterable[MBarrier]) -> str:
-    """Formats barriers for `table`."""
     rows = []
-    for barrier in barriers:
+    for barrier in _barriers(pipelines):
         name = f"{barrier.name}[{barrier.stages}]" if barrier.stages > 1 else barrier.name
         transaction = f"+ {barrier.bytes:,} bytes" if barrier.bytes else ""
         rows.append(f"  {name:<16}{barrier.arrivals:>5} {transaction:<15} {barrier.says}".rstrip())

@@ -9,7 +9,6 @@ from cute_kernels.runtime import arch
 
 arch.pin()
 
-from cute_kernels.device import barriers  # noqa: E402
 from cute_kernels.device.pipeline import table  # noqa: E402
 from cute_kernels.gqa.kernels import decode as gqa_decode  # noqa: E402
 from cute_kernels.gqa.kernels import pipelines as gqa  # noqa: E402
@@ -22,8 +21,8 @@ from cute_kernels.mla.kernels import pipelines as mla  # noqa: E402
 from cute_kernels.mla.spec import MlaDecodeSpec  # noqa: E402
 from cute_kernels.sink.backward_spec import SinkBackwardSpec, SinkQueryGradSpec  # noqa: E402
 from cute_kernels.sink.kernels.backward import SinkBackwardKernel  # noqa: E402
-from cute_kernels.sink.kernels.barriers import key_barriers, query_barriers  # noqa: E402
 from cute_kernels.sink.kernels.forward import SinkForwardKernel  # noqa: E402
+from cute_kernels.sink.kernels.pipelines import key_pipelines, query_pipelines  # noqa: E402
 from cute_kernels.sink.kernels.query_grad import SinkQueryGradKernel  # noqa: E402
 from cute_kernels.sink.spec import SinkForwardSpec  # noqa: E402
 
@@ -36,11 +35,11 @@ SHOWN = [
     (mla_decode, "", table(mla.pipelines(MlaDecodeSpec(sparse=True, heads=16)))),
     (mla_decode, "PV expands\n", table(mla.pipelines(MlaDecodeSpec(sparse=True, cache_format="v4.1_fp4")))),
     (crossover_decode, "", table(crossover.pipelines(MlaCrossoverSpec(sparse=True, exchange="values")))),
-    (SinkForwardKernel, "", barriers.table(query_barriers(SinkForwardSpec("bfloat16", 64, warpgroups=3)))),
-    (SinkForwardKernel, "", barriers.table(query_barriers(GROUPED))),
-    (SinkQueryGradKernel, "", barriers.table(query_barriers(SinkQueryGradSpec("bfloat16", 64)))),
-    (SinkBackwardKernel, "", barriers.table(key_barriers(SinkBackwardSpec("bfloat16", 64)))),
-    (SinkBackwardKernel, "", barriers.table(key_barriers(SinkBackwardSpec("bfloat16", 128)))),
+    (SinkForwardKernel, "", table(query_pipelines(SinkForwardSpec("bfloat16", 64, warpgroups=3)))),
+    (SinkForwardKernel, "", table(query_pipelines(GROUPED))),
+    (SinkQueryGradKernel, "", table(query_pipelines(SinkQueryGradSpec("bfloat16", 64)))),
+    (SinkBackwardKernel, "", table(key_pipelines(SinkBackwardSpec("bfloat16", 64)))),
+    (SinkBackwardKernel, "", table(key_pipelines(SinkBackwardSpec("bfloat16", 128)))),
 ]
 """The module or class with the docstring, the line before the table, and the table."""
 

@@ -16,13 +16,11 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import softmax, wgmma
 from cute_kernels.device.pipeline import Slot
-from cute_kernels.device.ring import ring_slot_pow2, ring_slot_signed, use_phase
 from cute_kernels.sink.kernels import scheduler, views
 from cute_kernels.sink.kernels import softmax as row_softmax
-from cute_kernels.sink.kernels.barriers import ForwardNamedBarrier
 from cute_kernels.sink.kernels.epilogue import RowStore
-from cute_kernels.sink.kernels.key_ring import KeyRing
 from cute_kernels.sink.kernels.masks import QueryLimits, QueryMasks, Visibility
+from cute_kernels.sink.kernels.pipelines import ForwardNamedBarrier, query_pipelines
 from cute_kernels.sink.kernels.smem import query_layouts, query_mmas, view
 from cute_kernels.sink.kernels.views import DTYPES, Tma
 from cute_kernels.sink.spec import ROWS
@@ -66,7 +64,7 @@ class Attend:
         self.spec = spec
         self.dtype = DTYPES[spec.dtype]
         self.masks = QueryMasks(spec)
-        self.ring = KeyRing(spec)
+        self.edges = query_pipelines(spec)
         self.rows = RowStore(spec, ForwardNamedBarrier.STORE)
 
     @cute.jit
@@ -84,7 +82,8 @@ class Attend:
         count, ring_tile, running = Int32(0), Int32(0), Int32(1)
         first_head = Int32(wg)  # of the work tile's heads, the first that is this warpgroup's
         while running == 1:
-            work = scheduler.await_record(smem, count)
+            smem.work_full.data_ptr()  # see `start`
+            work = scheduler.await_record(smem, self.edges.work, count)
             if work.first < 0:
                 running = Int32(0)
             elif const_expr(spec.grouped):
@@ -98,11 +97,11 @@ class Attend:
                 first, s_q, s_k = work.first + ROWS * wg, work.s_q, work.s_k
                 keys = self.masks.key_range(work.first, s_q, s_k, visible)
                 limits = self.masks.limits(first, s_q, s_k, keys, visible, tid)
-                q_slot = Slot(wg, use_phase(count))
+                q_slot = Slot(wg, count % 2)
                 ring_tile = self.attend(smem, state, scale_log2, keys.tiles, limits, q_slot, ring_tile, False, wg, tid)
                 # read again instead of kept: registers are short while P, S and O are alive
                 rows = scheduler.WorkTile(work.first + ROWS * wg, work.head, work.batch, work.s_q, None, work.start_q)
-                cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + work.stage)
+                self.edges.work.release(smem, work.slot)
                 targets = self.targets(results, rows, rows.head)
                 self.store(smem, state, targets, scale_log2, results.sink[rows.head], rows, wg, tid)
                 count += 1
@@ -124,13 +123,13 @@ class Attend:
         wg: Int32,
         tid: Int32,
     ) -> Int32:
-        """Every warpgroups-th head of a grouped work tile, from `heads.first` on; the next tile of the ring.
+        """Every warpgroups-th head of a grouped work tile, from `heads.first` on; returns the number of the next tile.
 
         Head h of the count-th work tile has number count x ratio + h; its Q lies in slot number % q_stages.
         """
         spec, (ratio, first_head) = self.spec, heads
         work = scheduler.read(record)
-        cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + record.stage)
+        self.edges.work.release(smem, record.slot)
         keys = self.masks.key_range(work.first, work.s_q, work.s_k, visible)
         limits = self.masks.limits(work.first, work.s_q, work.s_k, keys, visible, tid)
         streamed = keys.tiles > spec.stages
@@ -139,7 +138,7 @@ class Attend:
             if number < ratio:
                 head = work.head * ratio + number
                 sink = results.sink[head]
-                q_slot = ring_slot_signed(count * ratio + number, spec.q_stages)
+                q_slot = self.edges.q.slot(count * ratio + number)
                 self.attend(smem, state, scale_log2, keys.tiles, limits, q_slot, ring_tile, kept, wg, tid)
                 targets = self.targets(results, work, head)
                 self.store(smem, state, targets, scale_log2, sink, work, wg, tid)
@@ -164,7 +163,7 @@ class Attend:
         wg: Int32,
         tid: Int32,
     ) -> Int32:
-        """O, row_max and row_sum (of this thread's columns) of the rows in a slot; the next tile of the ring.
+        """O, row_max and row_sum (of this thread's columns) of the rows in a slot; returns the number of the next tile.
 
         `ring_tile` counts tiles since the kernel started. Tiles that are `kept` are needed again and not released.
         """
@@ -180,8 +179,6 @@ class Attend:
         alpha = cute.make_rmem_tensor(2, Float32)
         qk_blocks = [(k, k) for k in range(spec.d // 16)]
         pv_blocks = [(k, k) for k in range(spec.tile // 16)]
-        k_full, k_empty = smem.k_full.data_ptr(), smem.k_empty.data_ptr()
-        v_full, v_empty = smem.v_full.data_ptr(), smem.v_empty.data_ptr()
 
         first_tile, end_tile = limits.first_tile, limits.end_tile
         if const_expr(spec.grouped):
@@ -191,14 +188,14 @@ class Attend:
             ring_tile += 1
 
         state.o.fill(0.0)
-        first = ring_slot_pow2(ring_tile, spec.stages)
-        cute.arch.mbarrier_wait(smem.q_full.data_ptr() + q_slot.index, q_slot.phase)
-        cute.arch.mbarrier_wait(k_full + first.index, first.phase)
+        first = self.edges.k.slot(ring_tile)
+        self.edges.q.wait(smem, q_slot)
+        self.edges.k.wait(smem, first)
         warpgroup.fence()
         wgmma.issue(mmas.qk, acc_s, rQ, rK[None, None, None, first.index], False, qk_blocks)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
-        self.ring.release(smem, k_empty, first.index, kept)
+        self.edges.release(smem, self.edges.k, first, kept)
         tile = end_tile - 1
         self.masks.mask(acc_s, tile, limits)
         for r in cutlass.range_constexpr(2):
@@ -210,37 +207,37 @@ class Attend:
             tile -= 1
             # here, not where P is computed: carried around the loop, ptxas counts P twice and serializes the products
             rP.store(acc_s.load().to(self.dtype).reshape(rP.shape))
-            current = ring_slot_pow2(ring_tile, spec.stages)
+            current = self.edges.v.slot(ring_tile)
             ring_tile += 1
-            following = ring_slot_pow2(ring_tile, spec.stages)
-            cute.arch.mbarrier_wait(k_full + following.index, following.phase)
+            following = self.edges.k.slot(ring_tile)
+            self.edges.k.wait(smem, following)
             self.await_turn(wg)
             warpgroup.fence()
             wgmma.issue(mmas.qk, acc_s, rQ, rK[None, None, None, following.index], False, qk_blocks)
             warpgroup.commit_group()
-            cute.arch.mbarrier_wait(v_full + current.index, current.phase)
+            self.edges.v.wait(smem, current)
             warpgroup.fence()
             wgmma.issue(mmas.pv, state.o, rP, rV[None, None, None, current.index], True, pv_blocks)
             warpgroup.commit_group()
             self.give_turn(wg)
             warpgroup.wait_group(1)
-            self.ring.release(smem, k_empty, following.index, kept)
+            self.edges.release(smem, self.edges.k, following, kept)
             self.masks.mask(acc_s, tile, limits)
             row_softmax.exponentiate(acc_s, state.row_max, state.row_sum, alpha, scale_log2)
             row_softmax.keep_before_wait(state.row_sum)
             warpgroup.wait_group(0)
-            self.ring.release(smem, v_empty, current.index, kept)
+            self.edges.release(smem, self.edges.v, current, kept)
             softmax.rescale([state.o], alpha)
 
-        cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + q_slot.index)
+        self.edges.q.release(smem, q_slot)
         rP.store(acc_s.load().to(self.dtype).reshape(rP.shape))
-        last = ring_slot_pow2(ring_tile, spec.stages)
-        cute.arch.mbarrier_wait(v_full + last.index, last.phase)
+        last = self.edges.v.slot(ring_tile)
+        self.edges.v.wait(smem, last)
         warpgroup.fence()
         wgmma.issue(mmas.pv, state.o, rP, rV[None, None, None, last.index], True, pv_blocks)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
-        self.ring.release(smem, v_empty, last.index, kept)
+        self.edges.release(smem, self.edges.v, last, kept)
         ring_tile += 1
         for _ in cutlass.range(first_tile, unroll=1):
             self.skip(smem, ring_tile, wg)
@@ -250,10 +247,10 @@ class Attend:
     @cute.jit
     def skip(self, smem, ring_tile: Int32, wg: Int32):
         """Releases a tile that none of these rows sees, and takes the turn of its products, so that counts agree."""
-        slot = ring_slot_pow2(ring_tile, self.spec.stages)
+        slot = self.edges.k.slot(ring_tile)
         self.await_turn(wg)
         self.give_turn(wg)
-        self.ring.skip(smem, slot)
+        self.edges.skip(smem, slot)
 
     @cute.jit
     def await_turn(self, wg: Int32):

@@ -25,10 +25,10 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.sink.backward_spec import SinkBackwardSpec
 from cute_kernels.sink.kernels import masks, views
-from cute_kernels.sink.kernels.barriers import key_barriers
 from cute_kernels.sink.kernels.key_grad_mma import FusedKeyGrad
 from cute_kernels.sink.kernels.key_grad_separate import SeparateKeyGrad
 from cute_kernels.sink.kernels.key_load import KeyLoad, KeyTmas
+from cute_kernels.sink.kernels.pipelines import key_pipelines
 from cute_kernels.sink.kernels.query_sums import Adder, Sums
 from cute_kernels.sink.kernels.scheduler import Divisors, KeySchedule
 from cute_kernels.sink.kernels.smem import key_layouts, key_storage, key_views, peer_k_layout, start
@@ -184,7 +184,7 @@ class SinkBackwardKernel:
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = SmemAllocator().allocate(key_storage(spec))
-        start(smem, key_barriers(spec), tmas, warp_idx, tidx)
+        start(smem, key_pipelines(spec), tmas, warp_idx, tidx)
         rank = Int32(0)
         if const_expr(spec.pair):
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())

@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
 
 from cute_kernels.sink.kernels import views
-from cute_kernels.sink.kernels.barriers import KeyGradNamedBarrier
+from cute_kernels.sink.kernels.pipelines import KeyGradNamedBarrier, key_pipelines
 from cute_kernels.sink.kernels.smem import key_layouts, key_mmas, query_layouts, query_mmas, view
 from cute_kernels.sink.kernels.views import DTYPES, Tma
 from cute_kernels.sink.spec import ROWS
@@ -56,7 +56,7 @@ class KeyStore:
     """dK and dV of the key-stationary kernel."""
 
     def __init__(self, spec):
-        self.spec = spec
+        self.spec, self.kv = spec, key_pipelines(spec).kv
 
     @cute.jit
     def targets(self, d_k: Tma, d_v: Tma, work, rank: Int32) -> Any:
@@ -118,4 +118,4 @@ class KeyStore:
             cute.arch.cp_async_bulk_commit_group()
             if const_expr(spec.reuses):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-                cute.arch.mbarrier_arrive(smem.kv_empty.ptr)
+                self.kv.release(smem, 0)

@@ -22,7 +22,7 @@ from cutlass.memory import SmemAllocator
 from cute_kernels.device import softmax
 from cute_kernels.sink.kernels import masks, scheduler, views
 from cute_kernels.sink.kernels.attend import Attend, Results
-from cute_kernels.sink.kernels.barriers import query_barriers
+from cute_kernels.sink.kernels.pipelines import query_pipelines
 from cute_kernels.sink.kernels.query_load import QueryLoad, QueryTmas, query_tmas
 from cute_kernels.sink.kernels.smem import query_storage, query_views, start
 from cute_kernels.sink.spec import SinkForwardSpec
@@ -43,8 +43,8 @@ class SinkForwardKernel:
       q_full[3]           1 + 8,192 bytes   64 rows of Q are loaded
       q_empty[3]        128                 their warpgroup has read them for the last time
       k_full[4]           1 + 16,384 bytes  a tile of K is loaded
-      v_full[4]           1 + 16,384 bytes  a tile of V is loaded
       k_empty[4]        384                 every warpgroup has read K or skipped it
+      v_full[4]           1 + 16,384 bytes  a tile of V is loaded
       v_empty[4]        384                 every warpgroup has read V or skipped it
 
     Barriers of SinkForwardSpec("bfloat16", 64, window=True, warpgroups=4, tile=64, turns=False,
@@ -54,10 +54,10 @@ class SinkForwardKernel:
       q_full[8]           1 + 8,192 bytes   64 rows of Q are loaded
       q_empty[8]        128                 their warpgroup has read them for the last time
       k_full[8]           1 + 8,192 bytes   a tile of K is loaded
-      v_full[8]           1 + 8,192 bytes   a tile of V is loaded
       k_empty[8]        512                 every warpgroup has read K or skipped it
+      v_full[8]           1 + 8,192 bytes   a tile of V is loaded
       v_empty[8]        512                 every warpgroup has read V or skipped it
-      kept              512                 nothing: takes the arrivals for tiles kept for more heads
+      kept_empty        512                 nothing: takes the arrivals for tiles kept for more heads
 
     Shared memory
       q     q_stages x 64 x d x 2          24 KB (d 64, three), 32 KB (d 128, two)
@@ -142,7 +142,7 @@ class SinkForwardKernel:
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = SmemAllocator().allocate(query_storage(spec))
-        start(smem, query_barriers(spec), (tmas.q, tmas.k, tmas.v, tmas.out), warp_idx, tidx)
+        start(smem, query_pipelines(spec), (tmas.q, tmas.k, tmas.v, tmas.out), warp_idx, tidx)
 
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(spec.load_registers)

@@ -17,11 +17,11 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from cute_kernels.device import registers, softmax, wgmma
-from cute_kernels.device.ring import ring_slot_pow2, use_phase
-from cute_kernels.sink.backward_spec import DS_STAGES, QUERIES
+from cute_kernels.sink.backward_spec import QUERIES
 from cute_kernels.sink.kernels import scheduler
 from cute_kernels.sink.kernels.epilogue import KeyStore
 from cute_kernels.sink.kernels.masks import KeyMasks, TileRange, Visibility
+from cute_kernels.sink.kernels.pipelines import key_pipelines
 from cute_kernels.sink.kernels.query_sums import QuerySums
 from cute_kernels.sink.kernels.smem import key_layouts, key_mmas, view
 from cute_kernels.sink.kernels.views import DTYPES, Tma
@@ -75,6 +75,7 @@ class KeyGrad:
         self.dtype = DTYPES[spec.dtype]
         self.masks = KeyMasks(spec)
         self.epilogue = KeyStore(spec)
+        self.edges = key_pipelines(spec)
 
     @cute.jit
     def run(
@@ -97,7 +98,8 @@ class KeyGrad:
         acc_dk, acc_dv = (tuple(cute.make_rmem_tensor(shape, Float32) for _ in blocks) for _ in range(2))
         count, ring_tile, running = Int32(0), Int32(0), Int32(1)
         while running == 1:
-            record = scheduler.await_record(smem, count)
+            smem.work_full.data_ptr()  # see `start`
+            record = scheduler.await_record(smem, self.edges.work, count)
             work = scheduler.read(record)
             if work.first < 0:
                 running = Int32(0)
@@ -109,7 +111,7 @@ class KeyGrad:
                 for b in cutlass.range_constexpr(spec.key_blocks):
                     acc_dk[b].fill(0.0)
                     acc_dv[b].fill(0.0)
-                cute.arch.mbarrier_wait(smem.kv_full.ptr, use_phase(count))
+                self.edges.kv.wait(smem, count)
                 k, v = (tuple(self.operand(t, wg * spec.key_blocks + b, tid) for b in blocks) for t in (smem.k, smem.v))
                 scale_log2 = softmax_scale * softmax.LOG2_E
                 seen = self.masks.seeing(first, *sizes) if const_expr(spec.skips) else None
@@ -118,9 +120,9 @@ class KeyGrad:
                 ring_tile = self.add_tiles(smem, acc_s, keys, tiles, ring_tile, place)
                 # read again instead of kept: registers are short while dK, dV, S and dP are alive
                 targets = self.epilogue.targets(d_k, d_v, record, rank)
-                cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + record.stage)
+                self.edges.work.release(smem, record.slot)
                 if const_expr(not spec.reuses):
-                    cute.arch.mbarrier_arrive(smem.kv_empty.ptr)
+                    self.edges.kv.release(smem, count)
                 # opaque: addresses made from it before the loop would take eight registers
                 thread = tid if const_expr(spec.fused) else registers.opaque(tid)
                 self.epilogue.store(smem, acc_dk, acc_dv, softmax_scale, d_k, d_v, targets, wg, thread)
@@ -132,7 +134,7 @@ class KeyGrad:
     def add_tiles(
         self, smem, acc_s: cute.Tensor, keys: KeyBlocks, tiles: QueryTiles, ring_tile: Int32, place: Place
     ) -> Int32:
-        """Adds the query tiles of all query heads of the group to dK and dV; returns the next tile of the ring."""
+        """Adds the query tiles of all query heads of the group to dK and dV; returns the number of the next tile."""
         raise NotImplementedError
 
     @cute.jit
@@ -155,10 +157,10 @@ class KeyGrad:
     @cute.jit
     def issue_scores(self, smem, acc_s: cute.Tensor, operand: cute.Tensor, ring_tile: Int32, tid: Int32):
         """Issues S^T of a tile once it is loaded."""
-        stage, phase = ring_slot_pow2(ring_tile, self.spec.stages)
-        cute.arch.mbarrier_wait(smem.q_full.data_ptr() + stage, phase)
+        slot = self.edges.q.slot(ring_tile)
+        self.edges.q.wait(smem, slot)
         warpgroup.fence()
-        self.issue_transposed(operand, smem.q, acc_s, stage, tid)
+        self.issue_transposed(operand, smem.q, acc_s, slot.index, tid)
 
     @cute.jit
     def issue_gradient(self, acc: cute.Tensor, rows: cute.Tensor, field, stage: Int32, tid: Int32):
@@ -227,11 +229,11 @@ class FusedKeyGrad(KeyGrad):
         acc_dp = cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, spec.queries)), Float32)
         s, dp = wgmma.by_row(acc_s), wgmma.by_row(acc_dp)
         columns = cute.size(s, mode=[1])
-        stage, _ = ring_slot_pow2(ring_tile, spec.stages)
+        stage = self.edges.q.index(ring_tile)
         # L and delta of this thread's columns: column 8j + 2 (lane % 4) + c is element (c, j)
         thread_stats = smem.stats.data_ptr() + cute.assume(stage * 2 * spec.queries + 2 * (tid % 4), divby=2)
 
-        buffer = ring_tile % DS_STAGES
+        ds_slot = self.edges.ds.slot(ring_tile)
         for b in cutlass.range_constexpr(spec.key_blocks):
             if const_expr(b > 0):
                 warpgroup.wait_group(0)
@@ -258,25 +260,26 @@ class FusedKeyGrad(KeyGrad):
                 if const_expr(spec.key_blocks > 1):
                     warpgroup.fence()
                     self.issue_transposed(keys.k[1], smem.q, acc_s, stage, tid)
-                cute.arch.mbarrier_wait(smem.ds_empty.data_ptr() + buffer, use_phase(ring_tile // DS_STAGES) ^ 1)
+                # not ds_slot: its phase is from before the products, and ptxas orders those otherwise
+                self.edges.ds.acquire(smem, self.edges.ds.slot(ring_tile))
             sDS = view(smem.d_s, layouts.d_s)
             store_ds = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
             to_smem = cute.make_tiled_copy_C(store_ds, mma_s)
             thr_copy = to_smem.get_slice(tid)
-            own = 2 * buffer if const_expr(spec.pair) else buffer
+            own = 2 * ds_slot.index if const_expr(spec.pair) else ds_slot.index
             mine = cute.local_tile(sDS[None, None, own], (ROWS, spec.queries), (wg * spec.key_blocks + b, 0))
             fragment = cute.make_tensor(rDS.iterator, acc_s.layout)
             cute.copy(to_smem, thr_copy.retile(fragment), thr_copy.partition_D(mine))
         cute.arch.fence_proxy("async.shared", space="cta")  # makes ordinary stores visible to wgmma
         if const_expr(spec.pair):
-            self.dq.send(smem, buffer, rank, wg, tid)
+            self.dq.send(smem, ds_slot, rank, wg, tid)
         else:
-            cute.arch.mbarrier_arrive(smem.ds_full.data_ptr() + buffer)
+            self.edges.ds.arrive(smem, ds_slot)
         if follows and (ring_tile - 1) % spec.warpgroups == wg:
-            self.dq.make_dq(smem, stage, ring_tile - 1, rank, wg, tid)
+            self.dq.make_dq(smem, ring_tile, ring_tile - 1, rank, wg, tid)
         else:
             warpgroup.wait_group(0)
-            cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
+            self.edges.q.release(smem, ring_tile)
 
 
 def column_stats(source: cute.Pointer, columns: int = QUERIES) -> cute.Tensor:

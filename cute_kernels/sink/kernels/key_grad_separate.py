@@ -19,7 +19,6 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import wgmma
-from cute_kernels.device.ring import ring_slot_pow2
 from cute_kernels.sink.kernels.key_grad_mma import KeyBlocks, KeyGrad, Place, QueryTiles, column_stats
 
 
@@ -43,9 +42,9 @@ class SeparateKeyGrad(KeyGrad):
                     self.differentiate(smem, acc_s, keys, scale_log2, query, ring_tile, tid)
                     warpgroup.wait_group(0)
                 else:  # waiting for the tile first keeps two uses of a stage apart
-                    slot = ring_slot_pow2(ring_tile, spec.stages)
-                    cute.arch.mbarrier_wait(smem.q_full.data_ptr() + slot.index, slot.phase)
-                self.release(smem, ring_tile)
+                    smem.q_full.data_ptr()  # see `start`
+                    self.edges.q.wait(smem, ring_tile)
+                self.edges.q.release(smem, ring_tile)
                 ring_tile += 1
                 t = cutlass.select_(t == queries.tiles - 1, Int32(0), t + 1)
         elif total > 0:
@@ -57,7 +56,7 @@ class SeparateKeyGrad(KeyGrad):
                 following = cutlass.select_(i == total - 1, ring_tile, ring_tile + 1)
                 self.issue_scores(smem, acc_s, keys.k[0], following, tid)
                 warpgroup.wait_group(1)
-                self.release(smem, ring_tile)
+                self.edges.q.release(smem, ring_tile)
                 ring_tile += 1
                 t = cutlass.select_(t == queries.tiles - 1, Int32(0), t + 1)
             warpgroup.wait_group(0)
@@ -74,7 +73,7 @@ class SeparateKeyGrad(KeyGrad):
         spec = self.spec
         acc_dp = cute.make_rmem_tensor(acc_s.shape, Float32)
         s, dp = wgmma.by_row(acc_s), wgmma.by_row(acc_dp)
-        stage, _ = ring_slot_pow2(ring_tile, spec.stages)
+        stage = self.edges.q.index(ring_tile)
         # L and delta of this thread's columns: column 8j + 2 (lane % 4) + c is element c of pair j
         thread_stats = smem.stats.data_ptr() + cute.assume(stage * 2 * spec.queries + 2 * (tid % 4), divby=2)
         if const_expr(not spec.skips):
@@ -99,8 +98,3 @@ class SeparateKeyGrad(KeyGrad):
                     s[r, 2 * j + c] *= dp[r, 2 * j + c] - values[c]
         self.issue_gradient(keys.d_k[0], self.rounded(acc_s), smem.q, stage, tid)
         warpgroup.wait_group(1)
-
-    @cute.jit
-    def release(self, smem, ring_tile: Int32):
-        """Gives the stage of a tile back."""
-        cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + ring_slot_pow2(ring_tile, self.spec.stages).index)

@@ -6,9 +6,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from cute_kernels.device.ring import ring_slot_pow2, use_phase
 from cute_kernels.sink.kernels import scheduler, views
 from cute_kernels.sink.kernels.masks import KeyMasks, Visibility
+from cute_kernels.sink.kernels.pipelines import key_pipelines
 from cute_kernels.sink.kernels.scheduler import KeySchedule, WorkTile
 from cute_kernels.sink.kernels.smem import KeyViews
 from cute_kernels.sink.kernels.views import Origin, Packed, Tma
@@ -32,6 +32,7 @@ class KeyLoad:
     def __init__(self, spec):
         self.spec = spec
         self.masks = KeyMasks(spec)
+        self.edges = key_pipelines(spec)
 
     @cute.jit
     def run(
@@ -65,23 +66,23 @@ class KeyLoad:
             following = Int32(0)
             if const_expr(not spec.pair):
                 following = scheduler.claim(schedule.counters, lane)  # long before it is needed
-            scheduler.publish(smem, count, work, lane)
+            scheduler.publish(smem, self.edges.work, count, work, lane)
             q_origin = views.origin(spec.packed, work.s_q, work.start_q, work.batch)
             self.load_keys(smem, staged, tmas, peer_k, work, count, rank)
             ring_tile = self.load_queries(smem, staged, tmas, work, q_origin, visible, schedule.ratio, ring_tile)
             number = work_tiles if const_expr(spec.pair) else ctas + cute.arch.shuffle_sync(following, 0)
             count += 1
 
-        scheduler.publish_end(smem, count, not spec.pair, schedule.counters, ctas, lane)
+        scheduler.publish_end(smem, self.edges.work, count, not spec.pair, schedule.counters, ctas, lane)
 
     @cute.jit
     def load_keys(self, smem, staged: KeyViews, tmas: KeyTmas, peer_k: Any, work: WorkTile, count: Int32, rank: Int32):
         """Starts the copies of K and V, and of a pair's other K, once their place is free."""
-        spec = self.spec
+        spec, edge = self.spec, self.edges.kv
         origin = views.origin(spec.packed, work.s_k, work.start_k, work.batch)
-        cute.arch.mbarrier_wait(smem.kv_empty.ptr, use_phase(count + 1))
+        edge.acquire(smem, count)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(smem.kv_full.ptr, spec.bytes_of_keys)
+            edge.arrive_and_expect(smem, count)
         copies = [(tmas.k, staged.k, rank, spec.d, 0), (tmas.v, staged.v, rank, spec.d, 0)]
         if const_expr(spec.pair):
             copies.append((peer_k, staged.peer_k, 1 - rank, spec.columns, rank))
@@ -90,7 +91,7 @@ class KeyLoad:
             keys = cute.domain_offset((origin.row + work.first + cta * spec.keys_of_cta, 0, 0, 0), tma.tensor)
             tile = cute.local_tile(keys, (spec.keys_of_cta, columns), (0, block, work.head, origin.outer))
             target, source = views.partition(tma, stages, tile)
-            cute.copy(tma.atom, source, target[None, 0], tma_bar_ptr=smem.kv_full.ptr)
+            cute.copy(tma.atom, source, target[None, 0], tma_bar_ptr=edge.full_barrier(smem, 0))
 
     @cute.jit
     def load_queries(
@@ -104,9 +105,8 @@ class KeyLoad:
         ratio: Int32,
         ring_tile: Int32,
     ) -> Int32:
-        """Starts the copies of all query tiles of all query heads; the next tile of the ring."""
+        """Starts the copies of all query tiles of all query heads; returns the number of the next tile."""
         spec = self.spec
-        full, empty = smem.q_full.data_ptr(), smem.q_empty.data_ptr()
         queries = self.masks.query_range(work.first, work.s_q, work.s_k, visible)
         position = views.position(spec.packed, work.start_q, work.batch, work.s_q) + queries.begin
         for g in cutlass.range(ratio, unroll=1):
@@ -119,17 +119,18 @@ class KeyLoad:
                 cute.group_modes(staged.stats, 0, 3), cute.group_modes(stats, 0, 3),
             )  # fmt: skip
             for t in cutlass.range(queries.tiles, unroll=1):
-                stage, phase = ring_slot_pow2(ring_tile, spec.stages)
+                slot = self.edges.q.slot(ring_tile)
                 ring_tile += 1
-                cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
+                self.edges.q.acquire(smem, slot)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, 4 * spec.queries * (spec.d + 2))
+                    self.edges.q.arrive_and_expect(smem, slot)
+                full = self.edges.q.full_barrier(smem, slot.index)
                 copies = ((tmas.q, staged.q), (tmas.d_out, staged.d_out))
                 for x in cutlass.range_constexpr(2):
                     tma, stages = copies[x]
                     rows = cute.domain_offset((origin.row + queries.begin, 0, 0, 0), tma.tensor)
                     tiles = cute.local_tile(rows, (spec.queries, spec.d), (None, 0, q_head, origin.outer))
                     target, source = views.partition(tma, stages, tiles)
-                    cute.copy(tma.atom, source[None, t], target[None, stage], tma_bar_ptr=full + stage)
-                cute.copy(tmas.stats.atom, stats_source[None, t], stats_target[None, stage], tma_bar_ptr=full + stage)
+                    cute.copy(tma.atom, source[None, t], target[None, slot.index], tma_bar_ptr=full)
+                cute.copy(tmas.stats.atom, stats_source[None, t], stats_target[None, slot.index], tma_bar_ptr=full)
         return ring_tile

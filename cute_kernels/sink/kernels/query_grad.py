@@ -14,7 +14,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.sink.backward_spec import SinkQueryGradSpec
 from cute_kernels.sink.kernels import masks, scheduler, views
-from cute_kernels.sink.kernels.barriers import query_barriers
+from cute_kernels.sink.kernels.pipelines import query_pipelines
 from cute_kernels.sink.kernels.query_grad_mma import QueryGrad
 from cute_kernels.sink.kernels.query_load import QueryLoad, QueryTmas, query_tmas
 from cute_kernels.sink.kernels.smem import query_storage, query_views, start
@@ -34,8 +34,8 @@ class SinkQueryGradKernel:
       q_full[3]           1 + 16,384 bytes  64 rows of Q and dO are loaded
       q_empty[3]        128                 their warpgroup has read them for the last time
       k_full[8]           1 + 8,192 bytes   a tile of K is loaded
-      v_full[8]           1 + 8,192 bytes   a tile of V is loaded
       k_empty[8]        384                 every warpgroup has read K or skipped it
+      v_full[8]           1 + 8,192 bytes   a tile of V is loaded
       v_empty[8]        384                 every warpgroup has read V or skipped it
 
     Shared memory: Q and dO of q_stages x 64 rows, dQ of warpgroups x 64 rows; 4 (d 128) or 8 (d 64) stages of tiles of
@@ -110,7 +110,7 @@ class SinkQueryGradKernel:
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = SmemAllocator().allocate(query_storage(spec))
-        start(smem, query_barriers(spec), tmas, warp_idx, tidx)
+        start(smem, query_pipelines(spec), tmas, warp_idx, tidx)
 
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(spec.load_registers)

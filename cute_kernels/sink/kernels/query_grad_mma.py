@@ -16,12 +16,10 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import softmax, wgmma
 from cute_kernels.device.pipeline import Slot
-from cute_kernels.device.ring import ring_slot_pow2, ring_slot_signed, use_phase
 from cute_kernels.sink.kernels import scheduler, views
-from cute_kernels.sink.kernels.barriers import QueryGradNamedBarrier
 from cute_kernels.sink.kernels.epilogue import RowStore
-from cute_kernels.sink.kernels.key_ring import KeyRing
 from cute_kernels.sink.kernels.masks import QueryLimits, QueryMasks, Visibility
+from cute_kernels.sink.kernels.pipelines import QueryGradNamedBarrier, query_pipelines
 from cute_kernels.sink.kernels.smem import query_layouts, query_mmas, view
 from cute_kernels.sink.kernels.views import DTYPES, Tma
 from cute_kernels.sink.spec import ROWS
@@ -42,7 +40,7 @@ class QueryGrad:
         self.spec = spec
         self.dtype = DTYPES[spec.dtype]
         self.masks = QueryMasks(spec)
-        self.ring = KeyRing(spec)
+        self.edges = query_pipelines(spec)
         self.rows = RowStore(spec, QueryGradNamedBarrier.STORE)
 
     @cute.jit
@@ -66,12 +64,13 @@ class QueryGrad:
         count, ring_tile, running = Int32(0), Int32(0), Int32(1)
         first_head = Int32(wg)  # of the work tile's heads, the first that is this warpgroup's
         while running == 1:
-            record = scheduler.await_record(smem, count)
+            smem.work_full.data_ptr()  # see `start`
+            record = scheduler.await_record(smem, self.edges.work, count)
             if record.first < 0:
                 running = Int32(0)
             else:
                 work = scheduler.read(record)
-                cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + record.stage)
+                self.edges.work.release(smem, record.slot)
                 keys = self.masks.key_range(work.first, work.s_q, work.s_k, visible)
                 first = work.first if const_expr(spec.grouped) else work.first + ROWS * wg
                 limits = self.masks.limits(first, work.s_q, work.s_k, keys, visible, tid)
@@ -91,7 +90,7 @@ class QueryGrad:
                             if following < ratio:
                                 next_head = q_head + spec.warpgroups
                                 self.statistics(mStats, next_head, position, work.s_q - first, next_stats, tid)
-                            q_slot = ring_slot_signed(count * ratio + number, spec.q_stages)
+                            q_slot = self.edges.q.slot(count * ratio + number)
                             self.differentiate(
                                 smem, grads, scale_log2, keys.tiles, limits, q_slot, ring_tile, kept, tid
                             )
@@ -99,7 +98,7 @@ class QueryGrad:
                             self.rows.store(smem, acc_dq, softmax_scale, out, target, wg, tid)
                         elif not kept:
                             for i in cutlass.range(keys.tiles, unroll=1):
-                                self.ring.skip(smem, ring_slot_pow2(ring_tile + i, spec.stages))
+                                self.edges.skip(smem, self.edges.k.slot(ring_tile + i))
                         if not kept:
                             ring_tile += keys.tiles
                     first_head = (first_head + (spec.warpgroups - ratio % spec.warpgroups)) % spec.warpgroups
@@ -107,7 +106,7 @@ class QueryGrad:
                     self.statistics(mStats, work.head, position, work.s_q - first, next_stats, tid)
                     for r in cutlass.range_constexpr(2):
                         lse[r], delta[r] = next_stats[r], next_stats[2 + r]
-                    q_slot = Slot(wg, use_phase(count))
+                    q_slot = Slot(wg, count % 2)
                     ring_tile = self.differentiate(
                         smem, grads, scale_log2, keys.tiles, limits, q_slot, ring_tile, False, tid
                     )
@@ -142,7 +141,7 @@ class QueryGrad:
         kept,
         tid: Int32,
     ) -> Int32:
-        """DQ / softmax_scale of the rows in a slot; the next tile of the ring. Tiles may be `kept` for more heads."""
+        """Makes dQ / softmax_scale of a slot. Tiles may be `kept` for more heads. Returns the next tile's number."""
         spec = self.spec
         layouts, (mma_s, mma_dq) = query_layouts(spec), query_mmas(spec)
         thr_s, thr_dq = mma_s.get_slice(tid), mma_dq.get_slice(tid)
@@ -155,29 +154,27 @@ class QueryGrad:
         s, dp = wgmma.by_row(acc_s), wgmma.by_row(acc_dp)
         qk_blocks = [(k, k) for k in range(spec.d // 16)]
         key_blocks = [(k, k) for k in range(spec.tile // 16)]
-        k_full, k_empty = smem.k_full.data_ptr(), smem.k_empty.data_ptr()
-        v_full, v_empty = smem.v_full.data_ptr(), smem.v_empty.data_ptr()
 
         first_tile, end_tile = limits.first_tile, limits.end_tile
         if const_expr(spec.grouped):
             first_tile, end_tile = Int32(0), tiles  # all warpgroups have the same rows
         for _ in cutlass.range(tiles - end_tile, unroll=1):
-            self.ring.skip(smem, ring_slot_pow2(ring_tile, spec.stages))
+            self.edges.skip(smem, self.edges.k.slot(ring_tile))
             ring_tile += 1
 
         grads.d_q.fill(0.0)
-        cute.arch.mbarrier_wait(smem.q_full.data_ptr() + q_slot.index, q_slot.phase)
+        self.edges.q.wait(smem, q_slot)
         tile = end_tile
         while tile > first_tile:
             tile -= 1
-            stage, phase = ring_slot_pow2(ring_tile, spec.stages)
+            slot = self.edges.k.slot(ring_tile)
             ring_tile += 1
-            cute.arch.mbarrier_wait(k_full + stage, phase)
+            self.edges.k.wait(smem, slot)
             warpgroup.fence()
-            wgmma.issue(mma_s, acc_s, rQ, rK[None, None, None, stage], False, qk_blocks)
+            wgmma.issue(mma_s, acc_s, rQ, rK[None, None, None, slot.index], False, qk_blocks)
             warpgroup.commit_group()
-            cute.arch.mbarrier_wait(v_full + stage, phase)
-            wgmma.issue(mma_s, acc_dp, rDO, rV[None, None, None, stage], False, qk_blocks)
+            self.edges.v.wait(smem, slot)
+            wgmma.issue(mma_s, acc_dp, rDO, rV[None, None, None, slot.index], False, qk_blocks)
             warpgroup.commit_group()
             warpgroup.wait_group(1)
             self.masks.mask(acc_s, tile, limits)
@@ -185,20 +182,20 @@ class QueryGrad:
                 for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
                     s[r, c] = cute.math.exp2(s[r, c] * scale_log2 - grads.lse[r], fastmath=True)
             warpgroup.wait_group(0)
-            self.ring.release(smem, v_empty, stage, kept)
+            self.edges.release(smem, self.edges.v, slot, kept)
             for r in cutlass.range_constexpr(2):
                 for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
                     s[r, c] *= dp[r, c] - grads.delta[r]
             rDS = mma_dq.make_fragment_A(mma_dq.partition_shape_A((ROWS, spec.tile)))
             rDS.store(acc_s.load().to(self.dtype).reshape(rDS.shape))
             warpgroup.fence()
-            wgmma.issue(mma_dq, grads.d_q, rDS, rKt[None, None, None, stage], True, key_blocks)
+            wgmma.issue(mma_dq, grads.d_q, rDS, rKt[None, None, None, slot.index], True, key_blocks)
             warpgroup.commit_group()
             warpgroup.wait_group(0)
-            self.ring.release(smem, k_empty, stage, kept)
+            self.edges.release(smem, self.edges.k, slot, kept)
 
-        cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + q_slot.index)
+        self.edges.q.release(smem, q_slot)
         for _ in cutlass.range(first_tile, unroll=1):
-            self.ring.skip(smem, ring_slot_pow2(ring_tile, spec.stages))
+            self.edges.skip(smem, self.edges.k.slot(ring_tile))
             ring_tile += 1
         return ring_tile

@@ -12,10 +12,10 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.device.pipeline import Slot
-from cute_kernels.device.ring import ring_slot_pow2, ring_slot_signed, use_phase
+from cute_kernels.device.pipeline import Pipeline, Slot
 from cute_kernels.sink.kernels import scheduler, views
 from cute_kernels.sink.kernels.masks import QueryMasks, Visibility
+from cute_kernels.sink.kernels.pipelines import query_pipelines
 from cute_kernels.sink.kernels.scheduler import QuerySchedule, WorkTile
 from cute_kernels.sink.kernels.smem import QueryViews, query_layouts
 from cute_kernels.sink.kernels.views import Origin, Packed, Tma
@@ -48,13 +48,12 @@ def query_tmas(
 
 
 class TileCopy(NamedTuple):
-    """Copies of the tiles of K or V of a work tile into the stages of their ring."""
+    """Copies of the tiles of K or V of a work tile into the stages of their pipeline."""
 
+    edge: Pipeline
     atom: cute.CopyAtom
     source: cute.Tensor
     target: cute.Tensor
-    full: cute.Pointer
-    empty: cute.Pointer
 
 
 class QueryLoad:
@@ -63,6 +62,7 @@ class QueryLoad:
     def __init__(self, spec):
         self.spec = spec
         self.masks = QueryMasks(spec)
+        self.edges = query_pipelines(spec)
 
     @cute.jit
     def run(
@@ -91,12 +91,12 @@ class QueryLoad:
                 index = schedule.blocks - 1 - index  # a later block of rows sees more keys
             work = scheduler.work_tile(block, index, spec.rows, spec.packed, packed, schedule)
             following = scheduler.claim(schedule.counters, lane)  # long before it is needed
-            scheduler.publish(smem, count, work[:6], lane)
+            scheduler.publish(smem, self.edges.work, count, work[:6], lane)
             ring_tile = self.load(smem, staged, tmas, work, visible, schedule.ratio, count, ring_tile)
             number = ctas + cute.arch.shuffle_sync(following, 0)
             count += 1
 
-        scheduler.publish_end(smem, count, True, schedule.counters, ctas, lane)
+        scheduler.publish_end(smem, self.edges.work, count, True, schedule.counters, ctas, lane)
 
     @cute.jit
     def load(
@@ -110,37 +110,37 @@ class QueryLoad:
         count: Int32,
         ring_tile: Int32,
     ) -> Int32:
-        """Starts all copies of a work tile; the next tile of the ring."""
+        """Starts all copies of a work tile; returns the number of the next tile."""
         spec = self.spec
         keys = self.masks.key_range(work.first, work.s_q, work.s_k, visible)
         tiles = keys.tiles
         q_origin = views.origin(spec.packed, work.s_q, work.start_q, work.batch)
         k_origin = views.origin(spec.packed, work.s_k, work.start_k, work.batch)
         kv_head = work.head if const_expr(spec.grouped) else work.head // ratio
-        k, v = self.tile_copies(smem, staged, tmas, keys.begin, kv_head, k_origin)
+        k, v = self.tile_copies(staged, tmas, keys.begin, kv_head, k_origin)
         rows = Origin(q_origin.row + work.first, q_origin.outer)
         if const_expr(spec.grouped):
             for number in cutlass.range(0, ratio.divisor, spec.warpgroups, unroll=1):
                 fresh = number == 0 or tiles > spec.stages
                 if fresh:
-                    self.load_tile(k, tiles - 1, ring_tile)
+                    self.load_tile(smem, k, tiles - 1, ring_tile)
                 for w in cutlass.range_constexpr(spec.warpgroups):
                     if number + w < ratio.divisor:
-                        slot = ring_slot_signed(count * ratio.divisor + number + w, spec.q_stages)
+                        slot = self.edges.q.slot(count * ratio.divisor + number + w)
                         self.load_rows(smem, staged, tmas, rows, 0, work.head * ratio.divisor + number + w, slot)
                 if fresh:
-                    self.load_remaining_tiles(k, v, tiles, ring_tile)
+                    self.load_remaining_tiles(smem, k, v, tiles, ring_tile)
                     ring_tile += tiles
         else:
-            self.load_tile(k, tiles - 1, ring_tile)
+            self.load_tile(smem, k, tiles - 1, ring_tile)
             for w in cutlass.range_constexpr(spec.warpgroups):
-                self.load_rows(smem, staged, tmas, rows, w, work.head, Slot(w, use_phase(count)))
-            self.load_remaining_tiles(k, v, tiles, ring_tile)
+                self.load_rows(smem, staged, tmas, rows, w, work.head, Slot(w, count % 2))
+            self.load_remaining_tiles(smem, k, v, tiles, ring_tile)
             ring_tile += tiles
         return ring_tile
 
     @cute.jit
-    def tile_copies(self, smem, staged: QueryViews, tmas: QueryTmas, begin: Int32, kv_head: Int32, origin: Origin):
+    def tile_copies(self, staged: QueryViews, tmas: QueryTmas, begin: Int32, kv_head: Int32, origin: Origin):
         """Returns the copies of K and of V, with tile 0 at key `begin`."""
         spec = self.spec
         tiles = [
@@ -154,8 +154,8 @@ class QueryLoad:
         k_target, k_source = views.partition(tmas.k, staged.k, tiles[0])
         v_target, v_source = views.partition(tmas.v, staged.v, tiles[1])
         return (
-            TileCopy(tmas.k.atom, k_source, k_target, smem.k_full.data_ptr(), smem.k_empty.data_ptr()),
-            TileCopy(tmas.v.atom, v_source, v_target, smem.v_full.data_ptr(), smem.v_empty.data_ptr()),
+            TileCopy(self.edges.k, tmas.k.atom, k_source, k_target),
+            TileCopy(self.edges.v, tmas.v.atom, v_source, v_target),
         )
 
     @cute.jit
@@ -170,11 +170,11 @@ class QueryLoad:
         slot: Slot,
     ):
         """Starts the copies of a block of 64 rows of a head, once its slot is free."""
-        spec = self.spec
-        full = smem.q_full.data_ptr() + slot.index
-        cute.arch.mbarrier_wait(smem.q_empty.data_ptr() + slot.index, slot.phase ^ 1)
+        spec, edge = self.spec, self.edges.q
+        full = edge.full_barrier(smem, slot.index)
+        edge.acquire(smem, slot)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, spec.row_operands * ROWS * spec.d * 2)
+            edge.arrive_and_expect(smem, slot)
         operands = ((tmas.q, staged.q), (tmas.d_out, staged.d_out))
         for x in cutlass.range_constexpr(spec.row_operands):
             tma, stages = operands[x]
@@ -185,18 +185,19 @@ class QueryLoad:
             cute.copy(tma.atom, source[None, block], target[None, slot.index], tma_bar_ptr=full)
 
     @cute.jit
-    def load_remaining_tiles(self, k: TileCopy, v: TileCopy, tiles: Int32, ring_tile: Int32):
+    def load_remaining_tiles(self, smem, k: TileCopy, v: TileCopy, tiles: Int32, ring_tile: Int32):
         """Starts the copies of K of all tiles but the first, and of V of all."""
         for i in cutlass.range(1, tiles, unroll=1):
-            self.load_tile(k, tiles - 1 - i, ring_tile + i)
-            self.load_tile(v, tiles - i, ring_tile + i - 1)
-        self.load_tile(v, Int32(0), ring_tile + tiles - 1)
+            self.load_tile(smem, k, tiles - 1 - i, ring_tile + i)
+            self.load_tile(smem, v, tiles - i, ring_tile + i - 1)
+        self.load_tile(smem, v, Int32(0), ring_tile + tiles - 1)
 
     @cute.jit
-    def load_tile(self, copy: TileCopy, tile: Int32, ring_tile: Int32):
+    def load_tile(self, smem, copy: TileCopy, tile: Int32, ring_tile: Int32):
         """Starts the copy of a tile once its stage is free."""
-        stage, phase = ring_slot_pow2(ring_tile, self.spec.stages)
-        cute.arch.mbarrier_wait(copy.empty + stage, phase ^ 1)
+        edge, slot = copy.edge, copy.edge.slot(ring_tile)
+        edge.acquire(smem, slot)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(copy.full + stage, self.spec.tile * self.spec.d * 2)
-        cute.copy(copy.atom, copy.source[None, tile], copy.target[None, stage], tma_bar_ptr=copy.full + stage)
+            edge.arrive_and_expect(smem, slot)
+        source, target = copy.source[None, tile], copy.target[None, slot.index]
+        cute.copy(copy.atom, source, target, tma_bar_ptr=edge.full_barrier(smem, slot.index))

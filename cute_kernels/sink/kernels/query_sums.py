@@ -14,15 +14,14 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass._mlir.dialects.nvvm import MemScopeKind
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.device import cluster, wgmma
-from cute_kernels.device.ring import use_phase
-from cute_kernels.sink.backward_spec import DS_STAGES, QUERIES
+from cute_kernels.device.pipeline import Slot
+from cute_kernels.sink.backward_spec import QUERIES
 from cute_kernels.sink.kernels import scheduler, views
-from cute_kernels.sink.kernels.barriers import KeyGradNamedBarrier
 from cute_kernels.sink.kernels.masks import KeyMasks, Visibility
+from cute_kernels.sink.kernels.pipelines import KeyGradNamedBarrier, key_pipelines
 from cute_kernels.sink.kernels.smem import key_layouts, key_mmas, peer_k_layout, view
 from cute_kernels.sink.spec import ROWS
 
@@ -39,17 +38,18 @@ class QuerySums:
 
     def __init__(self, spec):
         self.spec = spec
+        self.edges = key_pipelines(spec)
 
     @cute.jit
-    def send(self, smem, buffer: Int32, rank: Int32, wg: Int32, tid: Int32):
+    def send(self, smem, slot: Slot, rank: Int32, wg: Int32, tid: Int32):
         """Copies this warpgroup's dS to the other CTA of the pair, and arrives at ds_full of both."""
-        spec = self.spec
+        spec, edge = self.spec, self.edges.ds
         size = spec.keys_of_cta * QUERIES  # elements of a CTA's dS
-        full = smem.ds_full.data_ptr() + buffer
+        full = edge.full_barrier(smem, slot.index)
         cute.arch.barrier(barrier_id=KeyGradNamedBarrier.SEND + wg, number_of_threads=128)
         if tid == 0:
             part = spec.key_blocks * ROWS * QUERIES
-            source = smem.d_s.data_ptr() + cute.assume(2 * buffer * size + wg * part, divby=part)
+            source = smem.d_s.data_ptr() + cute.assume(2 * slot.index * size + wg * part, divby=part)
             target = cluster.remote_address(source + size, 1 - rank)
             cute.arch.inline_ptx(
                 "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
@@ -62,30 +62,30 @@ class QuerySums:
                 ],
             )
         if wg == 0 and tid == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * size)  # what the other CTA sends
+            edge.arrive_and_expect(smem, slot)  # what the other CTA sends
         else:
-            cute.arch.mbarrier_arrive(full)
+            edge.arrive(smem, slot)
 
     @cute.jit
-    def make_dq(self, smem, stage, ring_tile: Int32, rank: Int32, wg: Int32, tid: Int32):
+    def make_dq(self, smem, read, ring_tile: Int32, rank: Int32, wg: Int32, tid: Int32):
         """Makes dQ of a query tile once its dS is there, and stages it for the warp that adds it.
 
-        In a pair, a CTA makes columns 64 `rank` to 64 `rank` + 63. Releases `stage`, unless None, when products issued
-        before are complete, and arrives at ds_empty when dS has been read.
+        In a pair, a CTA makes columns 64 `rank` to 64 `rank` + 63. Releases query tile `read`, unless None, when
+        products issued before are complete, and arrives at ds_empty when dS has been read.
         """
-        spec = self.spec
+        spec, ds, added = self.spec, self.edges.ds, self.edges.added
         layouts, mma_dq = key_layouts(spec), key_mmas(spec).dq
         thr_dq = mma_dq.get_slice(tid)
         key_blocks = [(k, k) for k in range(spec.keys_of_cta // 16)]
         sK = view(smem.k, layouts.kv)
         sDS = view(smem.d_s, layouts.d_s)
-        buffer = ring_tile % DS_STAGES
-        own = 2 * buffer if const_expr(spec.pair) else buffer
+        ds_slot = ds.slot(ring_tile)
+        own = 2 * ds_slot.index if const_expr(spec.pair) else ds_slot.index
         rDSt = mma_dq.make_fragment_A(thr_dq.partition_A(wgmma.transposed(sDS)))
         parts = cute.local_tile(wgmma.transposed(sK)[None, None, 0], (spec.columns, spec.keys_of_cta), (None, 0))
         rKt = mma_dq.make_fragment_B(thr_dq.partition_B(parts))
         acc_dq = cute.make_rmem_tensor(mma_dq.partition_shape_C((QUERIES, spec.columns)), Float32)
-        cute.arch.mbarrier_wait(smem.ds_full.data_ptr() + buffer, use_phase(ring_tile // DS_STAGES))
+        ds.wait(smem, ds_slot)
         warpgroup.fence()
         wgmma.issue(mma_dq, acc_dq, rDSt[None, None, None, own], rKt[None, None, None, rank], False, key_blocks)
         if const_expr(spec.pair):
@@ -94,18 +94,15 @@ class QuerySums:
             wgmma.issue(mma_dq, acc_dq, rDSt[None, None, None, own + 1], rPeer[None, None, None, 0], True, key_blocks)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
-        if const_expr(stage is not None):
-            cute.arch.mbarrier_arrive(smem.q_empty.data_ptr() + stage)
-        ds_empty = smem.ds_empty.data_ptr() + buffer
-        cute.arch.mbarrier_arrive(ds_empty)
+        if const_expr(read is not None):
+            self.edges.q.release(smem, read)
+        ds.release(smem, ds_slot)
         if const_expr(spec.pair):
             if tid % 32 == 0:
-                cute.arch.mbarrier_arrive(ds_empty, 1 - rank, scope=MemScopeKind.CLUSTER, relaxed=True)
-        place = ring_tile % spec.adders
-        use = ring_tile // spec.adders
-        cute.arch.mbarrier_wait(smem.added_empty.data_ptr() + place, use_phase(use + 1))
-        self.stage(smem, acc_dq, place, tid)
-        cute.arch.mbarrier_arrive(smem.added_full.data_ptr() + place)
+                ds.release(smem, ds_slot, peer=1 - rank)
+        added.acquire(smem, ring_tile)
+        self.stage(smem, acc_dq, added.index(ring_tile), tid)
+        added.arrive(smem, ring_tile)
 
     @cute.jit
     def stage(self, smem, acc_dq: cute.Tensor, place: Int32, tid: Int32):
@@ -127,30 +124,30 @@ class Adder:
     def __init__(self, spec):
         self.spec = spec
         self.masks = KeyMasks(spec)
+        self.edges = key_pipelines(spec)
 
     @cute.jit
     def run(self, smem, sums: Sums, visible: Visibility, ratio: Int32, rank: Int32, place: Int32, lane: Int32):
         """The warp, from its first work tile to the record that ends the kernel: the tiles staged in `place`."""
         spec = self.spec
         size = 4 * QUERIES * spec.columns  # bytes
-        full, empty = smem.added_full.data_ptr() + place, smem.added_empty.data_ptr() + place
         source = Int32(smem.added.data_ptr().toint()) + place * size
         count, ring_tile, running = Int32(0), Int32(0), Int32(1)
         while running == 1:
-            record = scheduler.await_record(smem, count)
+            record = scheduler.await_record(smem, self.edges.work, count)
             work = scheduler.read(record)
             if work.first < 0:
                 running = Int32(0)
             else:
-                cute.arch.mbarrier_arrive(smem.work_empty.data_ptr() + record.stage)
+                self.edges.work.release(smem, record.slot)
                 queries = self.masks.query_range(work.first, work.s_q, work.s_k, visible)
                 position = views.position(spec.packed, work.start_q, work.batch, work.s_q) + queries.begin
                 for g in cutlass.range(ratio, unroll=1):
                     row = Int64(work.head * ratio + g) * sums.positions + position
                     target = sums.address + row * (4 * spec.d) + rank * size
                     for _ in cutlass.range(queries.tiles, unroll=1):
-                        if ring_tile % spec.adders == place:
-                            cute.arch.mbarrier_wait(full, use_phase(ring_tile // spec.adders))
+                        if self.edges.added.index(ring_tile) == place:
+                            self.edges.added.wait(smem, ring_tile)
                             if lane == 0:
                                 cute.arch.inline_ptx(
                                     "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 "
@@ -159,7 +156,7 @@ class Adder:
                                 )
                                 cute.arch.cp_async_bulk_commit_group()
                                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-                                cute.arch.mbarrier_arrive(empty)
+                                self.edges.added.release(smem, ring_tile)
                         ring_tile += 1
                         target += 4 * QUERIES * spec.d
                 count += 1

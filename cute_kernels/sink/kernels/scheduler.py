@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import AddressSpace, Int32, Int64, const_expr
 
-from cute_kernels.device.ring import ring_slot_signed, use_phase
+from cute_kernels.device.pipeline import Pipeline, Slot
 from cute_kernels.sink.kernels import views
 from cute_kernels.sink.kernels.masks import Visibility, visibility
 
@@ -101,30 +101,30 @@ class Block(NamedTuple):
 class WorkRecord:
     """A work tile in shared memory. Each use of a field reads it: registers are short while accumulators are alive."""
 
-    def __init__(self, smem, stage: Int32) -> None:
-        self.words, self.stage = smem.work.get_tensor(cute.make_layout((RECORD, WORK_STAGES))), stage
+    def __init__(self, smem, slot: Slot) -> None:
+        self.words, self.slot = smem.work.get_tensor(cute.make_layout((RECORD, WORK_STAGES))), slot
 
     def __getattr__(self, name: str) -> Int32:
         if name not in WorkTile._fields:
             raise AttributeError(name)
-        return self.words[WorkTile._fields.index(name), self.stage]
+        return self.words[WorkTile._fields.index(name), self.slot.index]
 
     def write(self, fields: tuple) -> None:
         """Writes the first fields."""
         for i, value in enumerate(fields):
-            self.words[i, self.stage] = value
+            self.words[i, self.slot.index] = value
 
 
-def await_record(smem, count: Int32) -> WorkRecord:
+def await_record(smem, edge: Pipeline, count: Int32) -> WorkRecord:
     """The record of the count-th work tile, once the load warp has written it."""
-    stage, phase = ring_slot_signed(count, WORK_STAGES)
-    cute.arch.mbarrier_wait(smem.work_full.data_ptr() + stage, phase)
-    return WorkRecord(smem, stage)
+    slot = edge.slot(count)
+    edge.wait(smem, slot)
+    return WorkRecord(smem, slot)
 
 
 def read(record: WorkRecord) -> WorkTile:
     """All fields but start_k, in registers."""
-    return WorkTile(*(record.words[i, record.stage] for i in range(6)))
+    return WorkTile(*(record.words[i, record.slot.index] for i in range(6)))
 
 
 @cute.jit
@@ -153,32 +153,27 @@ def work_tile(
 
 
 @cute.jit
-def publish(smem, count: Int32, fields: tuple, lane: Int32):
+def publish(smem, edge: Pipeline, count: Int32, fields: tuple, lane: Int32):
     """Writes the record of the count-th work tile once its stage is free; called by one warp."""
-    stage = await_stage(smem, count)
+    slot = edge.slot(count)
+    edge.acquire(smem, count)
     if lane == 0:
-        WorkRecord(smem, stage).write(fields)
-    cute.arch.mbarrier_arrive(smem.work_full.data_ptr() + stage)
+        WorkRecord(smem, slot).write(fields)
+    edge.arrive(smem, slot)
 
 
 @cute.jit
-def publish_end(smem, count: Int32, retires: cutlass.Constexpr, counters: Int64, ctas: Int32, lane: Int32):
+def publish_end(
+    smem, edge: Pipeline, count: Int32, retires: cutlass.Constexpr, counters: Int64, ctas: Int32, lane: Int32
+):
     """Writes the record that ends the kernel; if it `retires`, the CTA takes no more from the counter."""
-    stage = await_stage(smem, count)
+    slot = edge.slot(count)
+    edge.acquire(smem, count)
     if lane == 0:
-        WorkRecord(smem, stage).write((Int32(-1),))
+        WorkRecord(smem, slot).write((Int32(-1),))
         if const_expr(retires):
             retire(counters, ctas)
-    cute.arch.mbarrier_arrive(smem.work_full.data_ptr() + stage)
-
-
-@cute.jit
-def await_stage(smem, count: Int32) -> Int32:
-    """The stage of the count-th work tile's record, once it is free."""
-    stage = count % WORK_STAGES
-    # waiting for the phase before the first returns at once, so the first waits for an empty stage pass
-    cute.arch.mbarrier_wait(smem.work_empty.data_ptr() + stage, use_phase(count // WORK_STAGES + 1))
-    return stage
+    edge.arrive(smem, slot)
 
 
 @cute.jit

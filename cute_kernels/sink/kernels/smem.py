@@ -9,8 +9,9 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from cute_kernels.device.barriers import Rings, initialize
+from cute_kernels.device.pipeline import Pipelines
 from cute_kernels.sink.backward_spec import DS_STAGES, QUERIES, SinkBackwardSpec
+from cute_kernels.sink.kernels.pipelines import initialize
 from cute_kernels.sink.kernels.scheduler import RECORD, WORK_STAGES
 from cute_kernels.sink.kernels.views import DTYPES
 from cute_kernels.sink.spec import ROWS, SinkQuerySpec
@@ -22,14 +23,14 @@ def view(field, layout) -> cute.Tensor:
 
 
 @cute.jit
-def start(smem, rings: cutlass.Constexpr[Rings], tmas: tuple, warp_idx: Int32, tidx: Int32):
+def start(smem, edges: cutlass.Constexpr[Pipelines], tmas: tuple, warp_idx: Int32, tidx: Int32):
     """Prefetches the descriptors of TMA copies, and initializes the barriers of a CTA; called by all its threads."""
     if warp_idx == 0:
         for tma in tmas:
             cpasync.prefetch_descriptor(tma.atom)
     if tidx == 0:
-        smem.work_full.data_ptr()  # a method of smem: the DSL then derives field addresses in each branch anew
-        initialize(smem, rings)
+        smem.work_full.data_ptr()  # a method of smem: in branches that call one, the DSL derives field addresses anew
+        initialize(smem, edges)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 
@@ -94,7 +95,7 @@ def query_storage(spec: SinkQuerySpec):
         k_empty: cute.struct.MemRange[Int64, spec.stages]
         v_full: cute.struct.MemRange[Int64, spec.stages]
         v_empty: cute.struct.MemRange[Int64, spec.stages]
-        kept: Int64
+        kept_empty: Int64
 
     return Shared
 

@@ -1,0 +1,186 @@
+"""Pipelines of the kernels of sink attention, and their named barriers.
+
+Most edges divide signed numbers, and those of K and V mask them: with unsigned division on all edges the forward took
+1.006 (d 64) and 1.019 (d 128) of the time, because ptxas ordered the softmax otherwise.
+"""
+
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cute_kernels.device.pipeline import Pipeline, Pipelines, Pow2Pipeline, SignedPipeline, Slot, field_pointer
+from cute_kernels.sink.backward_spec import DS_STAGES, SinkBackwardSpec
+from cute_kernels.sink.kernels.scheduler import WORK_STAGES
+from cute_kernels.sink.spec import ROWS, SinkQuerySpec
+
+
+class ForwardNamedBarrier(IntEnum):
+    """Hardware barriers of a CTA; 0 is `sync_threads`. Consumer warpgroup w of at most 4 has TURN + w and STORE + w.
+
+    A store waits at STORE + w twice, before it writes shared memory and after. One id serves both: the same 128 threads
+    wait, in the same order. TURN + w needs its own: the warpgroup before w arrives there without waiting, while w may
+    be at its store.
+    """
+
+    TURN = 1  # 256, to 4: w waits for its turn to issue products, the warpgroup before it arrives
+    STORE = 5  # 128, to 8: the TMA store before has read O in shared memory; O of this one is in shared memory
+
+
+class QueryGradNamedBarrier(IntEnum):
+    """Hardware barriers of a CTA; 0 is `sync_threads`. Consumer warpgroup w has STORE + w.
+
+    A store waits there twice, before it writes shared memory and after. One id serves both: the same 128 threads wait,
+    in the same order.
+    """
+
+    STORE = 1  # 128, to 3: the TMA store before has read dQ in shared memory; dQ of this one is in shared memory
+
+
+class KeyGradNamedBarrier(IntEnum):
+    """Hardware barriers of a CTA; 0 is `sync_threads`. Consumer warpgroup w, of two, has SEND + w in a pair.
+
+    STORE serves two waits, before and after dK and dV are written to shared memory, because the same threads wait at
+    both, in the same order.
+    """
+
+    STORE = 3  # 256, all consumers: the TMA stores before have read dK and dV; dK and dV of this work tile are there
+    SEND = 4  # 128, and 5: dS is in shared memory
+
+
+class QueryPipelines(NamedTuple):
+    """Edges of the query-stationary kernels, from the load warp to the consumer warpgroups.
+
+    work  records of work tiles
+    q     blocks of 64 rows of Q, and of dO: block w for warpgroup w, or grouped one for each head in turn
+    k, v  tiles of K and of V, which have the same slots
+    kept  takes the arrivals at k and v for tiles that are kept for more heads; nothing waits for it
+    """
+
+    work: Pipeline
+    q: Pipeline
+    k: Pipeline
+    v: Pipeline
+    kept: Pipeline
+
+    def release(self, smem: Any, edge: Pipeline, slot: Slot, kept: Any) -> None:
+        """Says that this thread has read a tile of K or V, unless it is `kept`: a branch there would cost more."""
+        index = slot.index
+        if self.kept.consumers:
+            offset = self.kept.empty_barrier(smem, 0).toint() - edge.empty_barrier(smem, 0).toint()
+            index = cutlass.select_(kept, Int32(offset) // 8, index)
+        edge.release(smem, Slot(index, slot.phase))
+
+    def skip(self, smem: Any, slot: Slot) -> None:
+        """Releases a tile that none of these rows sees. Waiting for it first keeps two uses of a stage apart."""
+        for edge in (self.k, self.v):
+            edge.wait(smem, slot)
+            edge.release(smem, slot)
+
+
+class KeyPipelines(NamedTuple):
+    """Edges of the key-stationary kernel.
+
+    work   records of work tiles, from the load warp to all other roles
+    kv     K and V of a work tile, from the load warp to the consumers
+    ds     dS of query tiles, from all consumers to the warpgroup that makes dQ of it; in a pair, to both CTAs
+    added  dQ of query tiles, from the warpgroup that has made it to the warps that have it added
+    q      tiles of Q, dO and their statistics, from the load warp to the consumers
+    """
+
+    work: Pipeline
+    kv: Pipeline
+    ds: Pipeline
+    added: Pipeline
+    q: Pipeline
+
+
+def query_pipelines(spec: SinkQuerySpec) -> QueryPipelines:
+    """The edges of a query-stationary kernel."""
+    consumers = 128 * spec.warpgroups
+    kept = consumers if spec.grouped else 0
+    k, v = (
+        Pow2Pipeline(
+            name.lower(),
+            spec.stages,
+            producers=1,
+            consumers=consumers,
+            bytes=spec.tile * spec.d * 2,
+            full=f"a tile of {name} is loaded",
+            empty=f"every warpgroup has read {name} or skipped it",
+        )
+        for name in ("K", "V")
+    )
+    return QueryPipelines(
+        work=work_pipeline(consumers),
+        q=SignedPipeline(
+            "q",
+            spec.q_stages,
+            producers=1,
+            consumers=128,
+            bytes=spec.row_operands * ROWS * spec.d * 2,
+            full=f"64 rows of {'Q' if spec.row_operands == 1 else 'Q and dO'} are loaded",
+            empty="their warpgroup has read them for the last time",
+        ),
+        k=k,
+        v=v,
+        kept=Pipeline("kept", consumers=kept, empty="nothing: takes the arrivals for tiles kept for more heads"),
+    )
+
+
+def key_pipelines(spec: SinkBackwardSpec) -> KeyPipelines:
+    """The edges of the key-stationary kernel."""
+    consumers, kv_readers, kv_empty = spec.consumers, spec.consumers, "the last products that read K or V are complete"
+    if spec.reuses:
+        kv_readers, kv_empty = 32, "the warp that stores dK and dV from their place is done"
+    remote = 4 if spec.pair else 0  # a thread of each warp of the other CTA's warpgroup that has made dQ
+    return KeyPipelines(
+        work=work_pipeline(consumers + 32 * spec.adders),
+        kv=SignedPipeline("kv", 1, 1, kv_readers, bytes=spec.bytes_of_keys, full="K and V are loaded", empty=kv_empty),
+        ds=SignedPipeline(
+            "ds",
+            DS_STAGES,
+            producers=consumers,
+            consumers=128 + remote,
+            bytes=2 * spec.keys_of_cta * spec.queries if spec.pair else 0,
+            full="dS of a query tile is stored, by the pair's other CTA too",
+            empty="whoever made dQ of it has read dS, in both CTAs of a pair",
+        ),
+        added=SignedPipeline(
+            "added", spec.adders, 128, 1, full="dQ of a query tile is staged", empty="the copy engine has read it"
+        ),
+        q=Pipeline(
+            "q",
+            spec.stages,
+            producers=1,
+            consumers=consumers,
+            bytes=4 * spec.queries * (spec.d + 2),
+            full="Q, dO and the statistics of a query tile are loaded",
+            empty="the last products that read the query tile are complete",
+        ),
+    )
+
+
+def work_pipeline(readers: int) -> Pipeline:
+    """Records of work tiles."""
+    return SignedPipeline(
+        "work",
+        WORK_STAGES,
+        producers=32,
+        consumers=readers,
+        full="the load warp has written the record of a work tile",
+        empty="consumers have read it for the last time",
+    )
+
+
+def initialize(smem: Any, edges: Pipelines) -> None:
+    """Initializes all barriers; called by one thread, which fences and synchronizes afterwards.
+
+    Any order is correct. This one, stage by stage, K and V together, keeps the machine code that results/ has times of.
+    """
+    found = [(i - (edge.name == "v"), barrier) for i, edge in enumerate(edges) for barrier in edge.barriers()]
+    stages = [(i, stage, b.name.endswith("empty"), b) for i, b in found for stage in range(b.stages)]
+    for _, stage, _, barrier in sorted(stages):
+        cute.arch.mbarrier_init(field_pointer(smem, barrier.name) + stage, barrier.arrivals)

@@ -8,10 +8,9 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 import cutlass
-import cutlass.cute as cute
 from cutlass import Int32
 
-from cute_kernels.device.pipeline import Pipeline, Pipelines, Pow2Pipeline, SignedPipeline, Slot, field_pointer
+from cute_kernels.device.pipeline import Pipeline, Pow2Pipeline, SignedPipeline, Slot
 from cute_kernels.sink.backward_spec import DS_STAGES, SinkBackwardSpec
 from cute_kernels.sink.kernels.scheduler import WORK_STAGES
 from cute_kernels.sink.spec import ROWS, SinkQuerySpec
@@ -173,14 +172,3 @@ def work_pipeline(readers: int) -> Pipeline:
         full="the load warp has written the record of a work tile",
         empty="consumers have read it for the last time",
     )
-
-
-def initialize(smem: Any, edges: Pipelines) -> None:
-    """Initializes all barriers; called by one thread, which fences and synchronizes afterwards.
-
-    Any order is correct. This one, stage by stage, K and V together, keeps the machine code that results/ has times of.
-    """
-    found = [(i - (edge.name == "v"), barrier) for i, edge in enumerate(edges) for barrier in edge.barriers()]
-    stages = [(i, stage, b.name.endswith("empty"), b) for i, b in found for stage in range(b.stages)]
-    for _, stage, _, barrier in sorted(stages):
-        cute.arch.mbarrier_init(field_pointer(smem, barrier.name) + stage, barrier.arrivals)

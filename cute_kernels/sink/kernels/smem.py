@@ -9,9 +9,8 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from cute_kernels.device.pipeline import Pipelines
+from cute_kernels.device.pipeline import Pipelines, initialize
 from cute_kernels.sink.backward_spec import DS_STAGES, QUERIES, SinkBackwardSpec
-from cute_kernels.sink.kernels.pipelines import initialize
 from cute_kernels.sink.kernels.scheduler import RECORD, WORK_STAGES
 from cute_kernels.sink.kernels.views import DTYPES
 from cute_kernels.sink.spec import ROWS, SinkQuerySpec

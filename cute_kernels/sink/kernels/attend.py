@@ -1,10 +1,10 @@
-"""The consumer warpgroups of the forward: QK, softmax and PV of 64 rows, and their epilogue.
+"""Consumer warpgroups of the forward. Each computes QK, softmax, PV and the epilogue of 64 rows.
 
-Of one tile, with S of the next in flight ('):
-    turn     S' = Q K'^T issued, O += P V issued, turn given to the next warpgroup
-    wait 1   S' is complete: K' is released; row_max, P' = exp2(S' scale - row_max), row_sum
-    wait 0   O is complete: V is released; O is rescaled where a row_max has moved; P' is rounded to the operand P
-So the softmax of a tile overlaps with PV of the tile before, and with the products of other warpgroups.
+A step multiplies P and V of one key tile, and Q and K' of the next ('). "Wait n" leaves n wgmma groups in flight.
+    turn     issues S' = Q K'^T and O += P V, then gives the turn to the next warpgroup
+    wait 1   S' is complete: releases K'; computes row_max, P' = exp2(S' scale - row_max) and row_sum
+    wait 0   O is complete: releases V; rescales O if a row_max has moved; rounds P' to the operand P
+The softmax of a tile therefore overlaps with PV of the tile before, and with the products of other warpgroups.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from cute_kernels.sink.spec import ROWS
 
 
 class RowState(NamedTuple):
-    """This thread's two rows: O, the maximum that P is relative to, and the sum of P over its columns."""
+    """State of a thread's two rows: O, the maximum that P is relative to, and P's sum over the thread's columns."""
 
     o: cute.Tensor
     row_max: cute.Tensor
@@ -35,7 +35,7 @@ class RowState(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The targets of the forward's results, and the launch's arguments that the epilogue needs."""
+    """Tensors of the epilogue: it writes `out` and `lse`, and reads the sink of each head."""
 
     out: Tma
     lse: cute.Tensor
@@ -43,14 +43,14 @@ class Results(NamedTuple):
 
 
 class HeadGroup(NamedTuple):
-    """The query heads of a KV head, and the first one that this warpgroup takes of a grouped work tile."""
+    """Number of query heads of a KV head, and the first one of a grouped work tile that this warpgroup takes."""
 
     ratio: Int32
     first: Int32
 
 
 class Targets(NamedTuple):
-    """The targets of the results of 64 rows: a TMA store and its target, and the log-sum-exps of the sequence."""
+    """Where results of 64 rows go: a TMA store, its target for O, and the log-sum-exps of the sequence."""
 
     store: Tma
     out: cute.Tensor
@@ -71,16 +71,16 @@ class Attend:
     def run(
         self, smem, results: Results, scale_log2: Float32, visible: Visibility, ratio: Int32, wg: Int32, tid: Int32
     ):
-        """The warpgroup, from its first work tile to the record that ends the kernel: its 64 rows, or its heads."""
+        """Computes attention of every work tile of the CTA, for this warpgroup's 64 rows or, if grouped, its heads."""
         spec = self.spec
         acc_o = cute.make_rmem_tensor(query_mmas(spec).pv.partition_shape_C((ROWS, spec.d)), Float32)
         state = RowState(acc_o, cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32))
         if const_expr(spec.turns):
-            if wg == spec.warpgroups - 1:  # gives the first turn
+            if wg == spec.warpgroups - 1:  # this arrival gives the first turn
                 cute.arch.barrier_arrive(barrier_id=ForwardNamedBarrier.TURN, number_of_threads=256)
 
         count, ring_tile, running = Int32(0), Int32(0), Int32(1)
-        first_head = Int32(wg)  # of the work tile's heads, the first that is this warpgroup's
+        first_head = Int32(wg)  # the first head of the work tile that this warpgroup takes
         while running == 1:
             smem.work_full.data_ptr()  # see `start`
             work = scheduler.await_record(smem, self.edges.work, count)
@@ -99,7 +99,7 @@ class Attend:
                 limits = self.masks.limits(first, s_q, s_k, keys, visible, tid)
                 q_slot = Slot(wg, count % 2)
                 ring_tile = self.attend(smem, state, scale_log2, keys.tiles, limits, q_slot, ring_tile, False, wg, tid)
-                # read again instead of kept: registers are short while P, S and O are alive
+                # the record is read again instead of kept: registers are short while P, S and O are alive
                 rows = scheduler.WorkTile(work.first + ROWS * wg, work.head, work.batch, work.s_q, None, work.start_q)
                 self.edges.work.release(smem, work.slot)
                 targets = self.targets(results, rows, rows.head)
@@ -123,9 +123,9 @@ class Attend:
         wg: Int32,
         tid: Int32,
     ) -> Int32:
-        """Every warpgroups-th head of a grouped work tile, from `heads.first` on; returns the number of the next tile.
+        """Computes attention of every `warpgroups`-th head of a work tile, `heads.first` first; returns the next tile.
 
-        Head h of the count-th work tile has number count x ratio + h; its Q lies in slot number % q_stages.
+        Head h of the count-th work tile has number n = count x ratio + h. Its Q is in stage n % q_stages.
         """
         spec, (ratio, first_head) = self.spec, heads
         work = scheduler.read(record)
@@ -163,9 +163,9 @@ class Attend:
         wg: Int32,
         tid: Int32,
     ) -> Int32:
-        """O, row_max and row_sum (of this thread's columns) of the rows in a slot; returns the number of the next tile.
+        """Computes O, row_max and row_sum (of this thread's columns) of the rows in a slot; returns the next key tile.
 
-        `ring_tile` counts tiles since the kernel started. Tiles that are `kept` are needed again and not released.
+        The first key tile is `ring_tile`, counted since the kernel started. `kept` tiles stay for the next head.
         """
         spec = self.spec
         layouts, mmas = query_layouts(spec), query_mmas(spec)
@@ -205,7 +205,7 @@ class Attend:
 
         while tile > first_tile:
             tile -= 1
-            # here, not where P is computed: carried around the loop, ptxas counts P twice and serializes the products
+            # not rounded where P is computed: ptxas counts a P that the loop carries twice, and serializes the products
             rP.store(acc_s.load().to(self.dtype).reshape(rP.shape))
             current = self.edges.v.slot(ring_tile)
             ring_tile += 1
@@ -246,7 +246,7 @@ class Attend:
 
     @cute.jit
     def skip(self, smem, ring_tile: Int32, wg: Int32):
-        """Releases a tile that none of these rows sees, and takes the turn of its products, so that counts agree."""
+        """Releases a tile that none of these rows sees. It takes and gives a turn, as for every tile."""
         slot = self.edges.k.slot(ring_tile)
         self.await_turn(wg)
         self.give_turn(wg)
@@ -267,7 +267,7 @@ class Attend:
 
     @cute.jit
     def targets(self, results: Results, rows: scheduler.WorkTile, head: Int32) -> Targets:
-        """Where 64 rows from rows.first on of a head go, and the log-sum-exps of all rows of the sequence."""
+        """Returns where 64 rows of a head, from rows.first on, go, and the log-sum-exps of all rows of the sequence."""
         out = self.rows.target(results.out, rows.first, head, rows)
         lse = views.head_rows(results.lse, self.spec.packed, rows.start_q, rows.batch, head)
         return Targets(results.out, out, lse)
@@ -284,7 +284,7 @@ class Attend:
         wg: Int32,
         tid: Int32,
     ):
-        """Normalizes O, sink included, and stores 64 rows from rows.first on; stores their LSE without the sink."""
+        """Normalizes 64 rows of O, from rows.first on, with the sink; stores them, and their LSE without the sink."""
         factor = cute.make_rmem_tensor(2, Float32)
         row_sum = state.row_sum
         for r in cutlass.range_constexpr(2):

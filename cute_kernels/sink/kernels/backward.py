@@ -1,19 +1,19 @@
 """Backward of sink attention on SM90, key-stationary: dk and dv in registers, dq (fused) added in global memory.
 
-A work tile is a block of keys of one KV head, 64 or 2 x 64 for each of two consumer warpgroups. Tiles of queries stream
-past, of each query head of the group in turn, so dk and dv sum over the group in registers. Everything is transposed:
-rows are keys, columns are queries, and P^T and dS^T are operands straight from the accumulators. Products of a tile are
-in key_grad_mma.py and, where this kernel makes no dq, in key_grad_separate.py; dq is in query_sums.py.
+A work tile is a block of keys of one KV head, 64 or 2 x 64 for each of two consumer warpgroups. Query tiles stream
+past, head by head of the group, so registers sum dk and dv over the group. S and dP are computed transposed: rows are
+keys, columns are queries, so the accumulators P^T and dS^T are operands as they are. The products of a tile are in
+key_grad_mma.py, those of a kernel without dq in key_grad_separate.py; query_sums.py makes dq.
 
-Products of a tile of 128 x 64: 5 x 256 cycles (d 64), 5 x 512 (d 128). Shared memory: K, Q, V and dO for S and dP
-64 KB (128 KB), dO and Q for dV and dK 32 KB (64 KB), dS and K for dQ 32 KB (64 KB), stores of dS 16 KB, dQ 32 KB
-(64 KB), TMA 16 KB (32 KB): 192 KB are 1540 cycles, 368 KB are 2940. Of 256 x 64 at d 64, 5 x 512 cycles: 336 KB, 2690.
-Instructions of a score outside the products: FFMA, MUFU.EX2, FADD, FMUL and one F2FP: 5, and 2 of masks at edges.
+Products of 128 keys and 64 queries take 5 x 256 cycles (d 64) or 5 x 512 (d 128). Shared memory moves K, Q, V and dO
+for S and dP, 64 KB (128 KB); dO and Q for dV and dK, 32 KB (64 KB); dS and K for dQ, 32 KB (64 KB); stores of dS,
+16 KB; dQ, 32 KB (64 KB); TMA, 16 KB (32 KB). The sum is 192 KB in 1540 cycles (368 KB in 2940). For 256 keys at d 64
+it is 336 KB in 2690 cycles, with products of 5 x 512. Beside the products a score takes FFMA, MUFU.EX2, FADD, FMUL and
+one F2FP, 5 instructions, and 2 more for masks at edges.
 
 In a pair, two CTAs of a cluster have neighbouring blocks of 128 keys and the same query tiles. Each copies its dS to
 the other, 16 KB a tile, and makes half of the columns of dQ over the keys of both: as many products, half of the
-additions. It keeps these columns of the other's K in addition to its own K and V. A cluster takes one work tile; there
-are as many clusters as work tiles may be, and the counters are left alone.
+additions. It also keeps these columns of the other's K. Each possible work tile has a cluster, so counters are unused.
 """
 
 import cuda.bindings.driver as cuda
@@ -35,13 +35,13 @@ from cute_kernels.sink.kernels.smem import key_layouts, key_storage, key_views, 
 
 
 class SinkBackwardKernel:
-    """One launch of the key-stationary backward; `spec` holds all that is fixed at compile time.
+    """The key-stationary kernel of the backward. `spec` holds all that is fixed at compile time.
 
     Roles (384 threads)
-      warpgroup 0     24 or 40 registers. Its first warp takes work tiles and issues TMA; fused, the next one or two
-                      have the copy engine add dQ. The others idle
-      warpgroup 1, 2  consumers: 240 or 232 registers. At d 128 and with two key blocks 64 + 64 of dK and dV, 32 + 32 of
-                      S and dP, later 32 of dQ; 16 + 16 of P and dS as operands, 16 of L or delta
+      warpgroup 0     load: 24 or 40 registers. Warp 0 takes work tiles and issues TMA. If fused, warp 1, and warp 2 at
+                      d 64, have the copy engine add dQ. The others idle
+      warpgroup 1, 2  consumers: 240 or 232 registers. At d 128, or with two key blocks, dK and dV have 64 each, S and
+                      dP 32 each, later dQ 32, the operands P and dS 16 each, L or delta 16
 
     Barriers (arrivals of a phase, bytes, what is true then) of
     SinkBackwardSpec("bfloat16", 64):
@@ -68,10 +68,10 @@ class SinkBackwardKernel:
       q_full[2]           1 + 33,280 bytes  Q, dO and the statistics of a query tile are loaded
       q_empty[2]        256                 the last products that read the query tile are complete
 
-    Shared memory: K and V of keys x d; 4 (d 64) or 2 (d 128) stages of a tile of Q, dO, L and delta; fused:
-    2 x dS of keys x 64, and dQ of 64 x d float32 for each consumer warpgroup. That is 225 KB of 227 KB at d 128 and
-    226 KB at d 64, where dK and dV leave through the place of K and V. Otherwise they have their own, so that the next
-    K and V come while they are stored. In a pair: 4 x dS, 16 KB of the other's K and 16 KB of dQ, as much.
+    Shared memory holds K and V of keys x d, and 4 (d 64) or 2 (d 128) stages of Q, dO, L and delta of a query tile. If
+    fused, it also holds, at d 64, 2 x dS of keys x 64 and 2 x dQ of 64 x d float32, and in a pair (d 128) 4 x dS, 16 KB
+    of the other CTA's K and 16 KB of dQ. That is 226 KB (d 64) and 225 KB (d 128) of 227 KB, so dK and dV are staged in
+    the memory of K and V. If not fused, they have their own, and the next K and V arrive while they are stored.
     """
 
     def __init__(self, spec: SinkBackwardSpec):
@@ -81,7 +81,7 @@ class SinkBackwardKernel:
         self.adder = Adder(spec)
 
     def fake_arguments(self) -> tuple:
-        """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
+        """Returns shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
         spec = self.spec
         dtype = views.DTYPES[spec.dtype]
         batch, s_q, s_k, h_q, h_kv = (cute.sym_int() for _ in range(5))
@@ -114,7 +114,7 @@ class SinkBackwardKernel:
         counters: Int64,
         stream: cuda.CUstream,
     ):
-        """One launch of `ctas` CTAs, one for each SM, after SinkPrepareKernel.
+        """Launches `ctas` CTAs, one for each SM, after SinkPrepareKernel.
 
         Every size of a tensor is above 0; single sequences of a packed call may be empty.
         mQ, mDOut  (batch, s_q, h_q, d) or packed (tokens, h_q, d), strides as in the forward
@@ -136,7 +136,7 @@ class SinkBackwardKernel:
             blocks = cute.ceil_div(max_k, spec.keys)
             pairs = section
             work_tiles = blocks * heads * mK.shape[0]
-        if const_expr(spec.pair):  # two CTAs for each work tile that there may be
+        if const_expr(spec.pair):  # two CTAs for each possible work tile
             ctas = 2 * work_tiles
             if const_expr(spec.packed):
                 assert mWork is not None
@@ -203,6 +203,6 @@ class SinkBackwardKernel:
             wg, tid = warp_idx // 4 - 1, tidx % 128
             cute.arch.setmaxregister_increase(spec.consumer_registers)
             self.consumer.run(smem, tmas.d_k, tmas.d_v, softmax_scale, visible, schedule.ratio, rank, wg, tid)
-        if const_expr(spec.pair):  # no CTA leaves while the other one reads or writes its shared memory
+        if const_expr(spec.pair):  # no CTA ends while the other one reads or writes its shared memory
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()

@@ -1,4 +1,4 @@
-"""Epilogues: results from registers through shared memory to global memory, by TMA."""
+"""Epilogues: they round results, stage them in shared memory, and store them by TMA."""
 
 from typing import Any
 
@@ -15,14 +15,14 @@ from cute_kernels.sink.spec import ROWS
 
 
 class RowStore:
-    """O or dQ of a consumer warpgroup of a query-stationary kernel; `store_barrier` + w is its named barrier."""
+    """Stores O or dQ of a query-stationary kernel; consumer warpgroup w has named barrier `store_barrier` + w."""
 
     def __init__(self, spec, store_barrier: int):
         self.spec, self.store_barrier = spec, store_barrier
 
     @cute.jit
     def target(self, out: Tma, first: Int32, head: Int32, work):
-        """Where 64 rows from `first` on of a head go; `work` has s_q, start_q and batch."""
+        """Returns where 64 rows of a head, from `first` on, go; `work` has s_q, start_q and batch."""
         spec = self.spec
         row, outer = views.origin(spec.packed, work.s_q, work.start_q, work.batch)
         return cute.local_tile(
@@ -31,7 +31,7 @@ class RowStore:
 
     @cute.jit
     def store(self, smem, acc: cute.Tensor, factor, out: Tma, target: cute.Tensor, wg: Int32, tid: Int32):
-        """Rounds 64 rows, times `factor` unless that is None, and stores them."""
+        """Rounds 64 rows, multiplied by `factor` unless that is None, and stores them."""
         dtype = DTYPES[self.spec.dtype]
         staged = view(smem.out, query_layouts(self.spec).out)
         store_matrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
@@ -40,7 +40,7 @@ class RowStore:
         rounded = cute.make_rmem_tensor(acc.shape, dtype)
         values = acc.load() if const_expr(factor is None) else acc.load() * factor
         rounded.store(values.to(dtype))
-        if tid // 32 == 0:  # the warp that issues the stores waits until the one before has read shared memory
+        if tid // 32 == 0:  # the warp that issues the stores waits until the last store has read shared memory
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.barrier(barrier_id=self.store_barrier + wg, number_of_threads=128)
         cute.copy(to_smem, thr_copy.retile(rounded), thr_copy.partition_D(staged[None, None, wg]))
@@ -53,14 +53,14 @@ class RowStore:
 
 
 class KeyStore:
-    """dK and dV of the key-stationary kernel."""
+    """Stores dK and dV of the key-stationary kernel."""
 
     def __init__(self, spec):
         self.spec, self.kv = spec, key_pipelines(spec).kv
 
     @cute.jit
     def targets(self, d_k: Tma, d_v: Tma, work, rank: Int32) -> Any:
-        """Where dK and dV of the CTA's keys go; `work` is the record of the work tile."""
+        """Returns where dK and dV of the CTA's keys go; `work` is the record of the work tile."""
         spec = self.spec
         first, head, batch, s_k, start_k = work.first, work.head, work.batch, work.s_k, work.start_k
         row, outer = views.origin(spec.packed, s_k, start_k, batch)
@@ -86,14 +86,14 @@ class KeyStore:
         wg: Int32,
         tid: Int32,
     ):
-        """Stores the accumulators of each block of 64 keys, rounded, dK scaled; called by all consumer warpgroups."""
+        """Scales dK, rounds dK and dV of each block of 64 keys, and stores them; called by all consumer warpgroups."""
         spec = self.spec
         dtype, layout = DTYPES[spec.dtype], key_layouts(spec).kv
         store_matrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
         to_smem = cute.make_tiled_copy_C(store_matrix, key_mmas(spec).kv)
         thr_copy = to_smem.get_slice(tid)
         issues = wg == 0 and tid // 32 == 0  # the warp that issues the stores
-        if issues:  # the stores before have read shared memory
+        if issues:  # waits until the last stores have read shared memory
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.barrier(barrier_id=KeyGradNamedBarrier.STORE, number_of_threads=spec.consumers)
         fields = (smem.k, smem.v) if const_expr(spec.reuses) else (smem.d_k, smem.d_v)

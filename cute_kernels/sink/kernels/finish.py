@@ -1,10 +1,10 @@
-"""The end of a fused backward: rounds the float32 sums of dq.
+"""Last kernel of a fused backward: scales the float32 sums of dq and rounds them.
 
-Sums of dq lie in the order of accumulators of m64n64k16, a tile of 64 rows being 64 x d float32: of columns 8j to
-8j + 7, thread t of a warpgroup holds four, at (j, t, 4). Rows 16w + g and 16w + g + 8 of these columns are 64 bytes in
-a line.
+The sums of 64 rows, 64 x d float32, have the order of the accumulators of m64n64k16. Thread t of a warpgroup has four
+values of columns 8j to 8j + 7, which are at (j, t, 0) to (j, t, 3). So rows 16w + g and 16w + g + 8 of these columns
+are 64 contiguous bytes.
 
-Roles (256 threads): a CTA has 64 rows of a head; d / 8 lanes write a row in 16-byte pieces.
+Roles (256 threads): a CTA has 64 rows of a head. d / 8 lanes write a row, 16 bytes each.
 """
 
 import cuda.bindings.driver as cuda
@@ -27,7 +27,7 @@ class SinkFinishKernel:
         self.dtype = views.DTYPES[spec.dtype]
 
     def fake_arguments(self) -> tuple:
-        """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
+        """Returns shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
         spec = self.spec
         d_q = views.fake_rows(self.dtype, spec.packed, tuple(cute.sym_int() for _ in range(3)), spec.d)
         cu_q = make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4) if spec.packed else None
@@ -44,12 +44,12 @@ class SinkFinishKernel:
         softmax_scale: Float32,
         stream: cuda.CUstream,
     ):
-        """One launch of ceil(s_q / 64) x h_q x batch CTAs; packed, of positions / 64 x h_q.
+        """Launches ceil(s_q / 64) x h_q x batch CTAs, or positions / 64 x h_q if packed.
 
-        mDQ        (batch, s_q, h_q, d) or packed (tokens, h_q, d): every row is written
+        mDQ        (batch, s_q, h_q, d) or packed (tokens, h_q, d); every row is written
         mCuQ       packed: (batch + 1,) int32; otherwise None
-        sums       address of h_q x positions x d float32 of SinkBackwardKernel
-        positions  mStats.shape[2] of the other kernels
+        sums       address of h_q x positions x d float32 that SinkBackwardKernel has added up
+        positions  positions of a head in the sums: mStats.shape[2] of the other kernels
         """
         spec = self.spec
         heads = mDQ.shape[1 if const_expr(spec.packed) else 2]
@@ -82,13 +82,13 @@ class SinkFinishKernel:
             gDQ = views.head_rows(mDQ, spec.packed, start, batch, head)
             row = Int64(head) * positions + views.position(spec.packed, start, batch, s_q) + first
             tile = sums + row * (4 * spec.d)
-            pieces = spec.d // 8  # of 8 columns
+            pieces = spec.d // 8  # pieces of 8 columns
             for i in cutlass.range_constexpr(QUERIES // 2 * pieces // THREADS):
                 unit = i * THREADS + tidx
                 j, pair = unit % pieces, unit // pieces  # pair 8w + g: rows 16w + g and 16w + g + 8
                 address = tile + 16 * (128 * j + 4 * pair)
                 source = cute.make_ptr(Float32, address, AddressSpace.gmem, assumed_align=16)
-                values = cute.make_rmem_tensor((2, 2, 4), Float32)  # column within two, row, lane
+                values = cute.make_rmem_tensor((2, 2, 4), Float32)  # (column of two, row of two, lane)
                 cute.autovec_copy(
                     cute.make_tensor(source, cute.make_layout(16)),
                     cute.make_tensor(values.iterator, cute.make_layout(16)),

@@ -1,16 +1,16 @@
 """Forward of sink attention on SM90, query-stationary: persistent CTAs, TMA, wgmma, softmax overlapped with products.
 
-A work tile is 64 query rows for each consumer warpgroup, of one head. Tiles of keys stream past, the last one first. A
-warpgroup skips tiles that none of its own rows sees, and masks only those that not every row sees as a whole.
+A work tile is 64 query rows of one head for each consumer warpgroup. Key tiles stream past, the last one first. A
+warpgroup skips tiles that none of its own rows sees. It masks only tiles with a key that one of its rows does not see.
 
-Instructions of a score outside the products: FMNMX, FFMA, MUFU.EX2, FADD and half an F2FP, 4.5 in all. At d 64 a
-64 x 128 tile takes 512 cycles of the tensor core, 512 of the MUFU (16 a cycle) and 288 issue slots of each scheduler.
+Beside the products a score takes 4.5 instructions: FMNMX, FFMA, MUFU.EX2, FADD and half an F2FP. At d 64 a 64 x 128
+tile takes 512 cycles of the tensor core, 512 of the MUFU (16 a cycle) and 288 issue slots of each scheduler.
 
-With spec.grouped a work tile is 64 rows of all query heads of a KV head, and warpgroup w takes every warpgroups-th
-head. Tiles are loaded once for all heads where those of a work tile fit into the stages, as with small windows;
-otherwise once for every `warpgroups` heads. A window of 128 needs 191 keys: 48 KB of K and V for 64 x ratio rows, where
-three warpgroups of one head read 80 KB for 192 rows. And warpgroups need not keep step: at d 64 a block of 64 rows is a
-chain of some 3000 cycles, and other warpgroups fill its gaps.
+With spec.grouped a work tile is 64 rows of all query heads of a KV head, and a warpgroup takes every `warpgroups`-th
+head. If the key tiles of a work tile fit into the stages, as with small windows, they are loaded once for all heads,
+otherwise once for every `warpgroups` heads. The 64 rows see at most 191 keys with a window of 128: 48 KB of K and V
+serve 64 x ratio rows, while three warpgroups of one head read 80 KB for 192 rows. Warpgroups need not keep step: a
+block of 64 rows at d 64 is a chain of some 3000 cycles, and other warpgroups fill its gaps.
 """
 
 import cuda.bindings.driver as cuda
@@ -29,12 +29,12 @@ from cute_kernels.sink.spec import SinkForwardSpec
 
 
 class SinkForwardKernel:
-    """One launch of the forward; `spec` holds all that is fixed at compile time.
+    """The kernel of the forward. `spec` holds all that is fixed at compile time.
 
     Roles (384 threads with two consumer warpgroups, 512 with three, 640 with four)
       warpgroup 0     load: 40, 32 or 24 registers. Its first warp takes work tiles and issues TMA; the others idle
-      warpgroup 1..   consumers: 232, 160 or 112 registers. QK, softmax, PV and epilogue of their 64 rows. At d 128 64
-                      registers of O, 64 of S, 32 of P; at d 64 32 of O
+      warpgroup 1..   consumers: 232, 160 or 112 registers. Each computes QK, softmax, PV and the epilogue of 64 rows. O
+                      has 64 registers at d 128 and 32 at d 64, S of 128 keys 64, P 32
 
     Barriers (arrivals of a phase, bytes, what is true then) of
     SinkForwardSpec("bfloat16", 64, warpgroups=3):
@@ -61,7 +61,7 @@ class SinkForwardKernel:
 
     Shared memory
       q     q_stages x 64 x d x 2          24 KB (d 64, three), 32 KB (d 128, two)
-      out   warpgroups x 64 x d x 2        the same; grouped: half of q
+      out   warpgroups x 64 x d x 2        as much as q; if grouped at d 64, half of q
       k, v  stages x tile x d x 2 each     4 stages of 2 x 16 KB (d 64), 2 of 2 x 32 KB (d 128)
     """
 
@@ -71,7 +71,7 @@ class SinkForwardKernel:
         self.consumer = Attend(spec)
 
     def fake_arguments(self) -> tuple:
-        """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
+        """Returns shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
         spec = self.spec
         dtype = views.DTYPES[spec.dtype]
         batch, s_q, s_k, h_q, h_kv = (cute.sym_int() for _ in range(5))
@@ -103,7 +103,7 @@ class SinkForwardKernel:
         counters: Int64,
         stream: cuda.CUstream,
     ):
-        """One launch of `ctas` CTAs, one for each SM.
+        """Launches `ctas` CTAs, one for each SM.
 
         Every size of a tensor is above 0; single sequences of a packed call may be empty.
         mQ, mOut   (batch, s_q, h_q, d) or packed (tokens, h_q, d); any strides that are multiples of 8, that of d is 1
@@ -117,7 +117,7 @@ class SinkForwardKernel:
         causal     1 or 0
         section    not packed: pairs of a sequence and a head that CTAs work on together, so that their keys stay
                    in L2; a divisor of batch x h_q, with spec.grouped also a multiple of h_q / h_kv. Packed: not read
-        counters   address of two int32, 0 before and after the launch. No other scratch memory
+        counters   address of two int32, 0 before and after the launch; there is no other scratch memory
         """
         spec = self.spec
         schedule, visible = scheduler.query_work(spec, mQ, mK, window, causal, section, counters)

@@ -1,12 +1,12 @@
-"""The consumer warpgroups of the key-stationary kernel where it is fused: dK and dV of their keys, and dS for dQ.
+"""Consumer warpgroups of the fused key-stationary kernel: they compute dK and dV of their keys, and dS for dQ.
 
-Of one tile of 64 queries:
-    S^T = K Q^T and dP^T = V dO^T issued   wait 1: P^T = exp2(S^T scale - L), masked, rounded
-    dV += P^T dO issued                    wait 1: dP^T is complete: dS^T = P^T (dP^T - delta), rounded
-    dK += dS^T Q issued                    dS^T stored to shared memory
-    the second key block, if there is one: S^T after dK, wait 0, dP^T issued, and so on
-    one tile in turn of a warpgroup: dQ of the tile before over all keys (query_sums.py)
-    wait 0                                 the tile is released
+A query tile of 64 queries takes these steps. "Wait n" leaves n wgmma groups in flight.
+    issue S^T = K Q^T and dP^T = V dO^T   wait 1: S^T is complete: P^T = exp2(S^T scale - L), masked, rounded
+    issue dV += P^T dO                    wait 1: dP^T is complete: dS^T = P^T (dP^T - delta), rounded
+    issue dK += dS^T Q                    store dS^T to shared memory
+    if there is a second key block: issue its S^T after dK, wait 0, issue its dP^T, and so on
+    if it is this warpgroup's turn: make dQ of the tile before, over all keys (query_sums.py)
+    wait 0                                release the tile
 """
 
 from typing import Any, NamedTuple
@@ -29,13 +29,13 @@ from cute_kernels.sink.spec import ROWS
 
 
 class KeyBlocks(NamedTuple):
-    """The keys of a warpgroup: a member of each tuple for each block of 64 of them.
+    """The keys of a warpgroup. A tuple has a member for each block of 64 keys.
 
-    d_k     accumulator of dK / softmax_scale
-    d_v     accumulator of dV
+    d_k     accumulators of dK / softmax_scale
+    d_v     accumulators of dV
     k, v    operands in shared memory
-    limits  `KeyLimits`
-    seen    where the spec skips: a QueryRange, the queries that see any of the keys; otherwise None
+    limits  `KeyLimits` of each block
+    seen    if the spec skips, the QueryRange that sees any of the keys; otherwise None
     """
 
     d_k: tuple
@@ -49,7 +49,7 @@ class KeyBlocks(NamedTuple):
 class QueryTiles(NamedTuple):
     """The query tiles that the keys of a work tile meet.
 
-    each_head     those of a query head
+    each_head   query tiles of each query head
     ratio       query heads of the KV head
     scale_log2  softmax scale, times log2 e
     """
@@ -60,7 +60,7 @@ class QueryTiles(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a consumer is: its CTA in the pair, its warpgroup, and its thread in that."""
+    """A consumer thread: number of its CTA in the pair, of its warpgroup, and of the thread in the warpgroup."""
 
     rank: Int32
     wg: Int32
@@ -68,7 +68,7 @@ class Place(NamedTuple):
 
 
 class KeyGrad:
-    """Device code of a consumer warpgroup; `spec` is a SinkBackwardSpec. A subclass has the order of products."""
+    """Device code of a consumer warpgroup; `spec` is a SinkBackwardSpec. A subclass orders the products."""
 
     def __init__(self, spec):
         self.spec = spec
@@ -90,7 +90,7 @@ class KeyGrad:
         wg: Int32,
         tid: Int32,
     ):
-        """The warpgroup, from its first work tile to the record that ends the kernel: its keys of each."""
+        """Computes dK and dV of this warpgroup's keys, of every work tile of the CTA."""
         spec = self.spec
         mma_s, mma_kv, _ = key_mmas(spec)
         acc_s = cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, spec.queries)), Float32)
@@ -118,12 +118,12 @@ class KeyGrad:
                 keys = KeyBlocks(acc_dk, acc_dv, k, v, limits, seen)
                 tiles, place = QueryTiles(queries, ratio, scale_log2), Place(rank, wg, tid)
                 ring_tile = self.add_tiles(smem, acc_s, keys, tiles, ring_tile, place)
-                # read again instead of kept: registers are short while dK, dV, S and dP are alive
+                # the record is read again instead of kept: registers are short while dK, dV, S and dP are alive
                 targets = self.epilogue.targets(d_k, d_v, record, rank)
                 self.edges.work.release(smem, record.slot)
                 if const_expr(not spec.reuses):
                     self.edges.kv.release(smem, count)
-                # opaque: addresses made from it before the loop would take eight registers
+                # opaque: addresses that ptxas makes from tid before the loop would take eight registers
                 thread = tid if const_expr(spec.fused) else registers.opaque(tid)
                 self.epilogue.store(smem, acc_dk, acc_dv, softmax_scale, d_k, d_v, targets, wg, thread)
                 count += 1
@@ -134,19 +134,19 @@ class KeyGrad:
     def add_tiles(
         self, smem, acc_s: cute.Tensor, keys: KeyBlocks, tiles: QueryTiles, ring_tile: Int32, place: Place
     ) -> Int32:
-        """Adds the query tiles of all query heads of the group to dK and dV; returns the number of the next tile."""
+        """Adds the query tiles of all query heads of the group to dK and dV; returns the next query tile."""
         raise NotImplementedError
 
     @cute.jit
     def operand(self, field, block: Int32, tid: Int32):
-        """64 rows of K or V as an operand in shared memory."""
+        """Returns 64 rows of K or V as an operand in shared memory."""
         sX = cute.local_tile(view(field, key_layouts(self.spec).kv), (ROWS, self.spec.d), (block, 0, None))
         mma_s = key_mmas(self.spec).qk
         return mma_s.make_fragment_A(mma_s.get_slice(tid).partition_A(sX))[None, None, None, 0]
 
     @cute.jit
     def issue_transposed(self, operand: cute.Tensor, field, acc: cute.Tensor, stage: Int32, tid: Int32):
-        """Issues K Q^T or V dO^T of 64 keys and of a tile of queries, and commits the group."""
+        """Issues K Q^T or V dO^T of 64 keys and a query tile, and commits the group."""
         mma_s = key_mmas(self.spec).qk
         staged = view(field, key_layouts(self.spec).q)
         queries = mma_s.make_fragment_B(mma_s.get_slice(tid).partition_B(staged))
@@ -156,7 +156,7 @@ class KeyGrad:
 
     @cute.jit
     def issue_scores(self, smem, acc_s: cute.Tensor, operand: cute.Tensor, ring_tile: Int32, tid: Int32):
-        """Issues S^T of a tile once it is loaded."""
+        """Issues S^T of a query tile once it is loaded."""
         slot = self.edges.q.slot(ring_tile)
         self.edges.q.wait(smem, slot)
         warpgroup.fence()
@@ -164,7 +164,7 @@ class KeyGrad:
 
     @cute.jit
     def issue_gradient(self, acc: cute.Tensor, rows: cute.Tensor, field, stage: Int32, tid: Int32):
-        """Issues dV += P^T dO or dK += dS^T Q of 64 keys and of a tile of queries, and commits the group."""
+        """Issues dV += P^T dO or dK += dS^T Q of 64 keys and a query tile, and commits the group."""
         mma_kv = key_mmas(self.spec).kv
         queries = wgmma.transposed(view(field, key_layouts(self.spec).q))
         operand = mma_kv.make_fragment_B(mma_kv.get_slice(tid).partition_B(queries))
@@ -174,7 +174,7 @@ class KeyGrad:
         warpgroup.commit_group()
 
     def rounded(self, acc: cute.Tensor) -> cute.Tensor:
-        """P^T or dS^T, rounded, as the operand of a gradient."""
+        """Returns P^T or dS^T, rounded, as the operand of a gradient."""
         mma_kv = key_mmas(self.spec).kv
         rows = mma_kv.make_fragment_A(mma_kv.partition_shape_A((ROWS, self.spec.queries)))
         rows.store(acc.load().to(self.dtype).reshape(rows.shape))
@@ -182,7 +182,7 @@ class KeyGrad:
 
 
 class FusedKeyGrad(KeyGrad):
-    """Where dS is also stored, and dQ made of it in turn; see the module's docstring."""
+    """Device code that also stores dS; the warpgroups make dQ of it in turn. See the module's docstring."""
 
     def __init__(self, spec):
         super().__init__(spec)
@@ -219,9 +219,9 @@ class FusedKeyGrad(KeyGrad):
         ring_tile: Int32,
         place: Place,
     ):
-        """Adds a tile of queries from `query` on to dK / softmax_scale and to dV; its S^T is in flight.
+        """Adds the query tile from `query` on, whose S^T is in flight, to dK / softmax_scale and to dV.
 
-        If it `follows` a tile of the same work tile, and if it is this warpgroup's turn, dQ of that tile is made.
+        If the tile `follows` another of the work tile, and it is this warpgroup's turn, it makes dQ of that other tile.
         """
         spec = self.spec
         rank, wg, tid = place
@@ -260,7 +260,7 @@ class FusedKeyGrad(KeyGrad):
                 if const_expr(spec.key_blocks > 1):
                     warpgroup.fence()
                     self.issue_transposed(keys.k[1], smem.q, acc_s, stage, tid)
-                # not ds_slot: its phase is from before the products, and ptxas orders those otherwise
+                # not ds_slot: with a phase computed before the products, ptxas orders the products differently
                 self.edges.ds.acquire(smem, self.edges.ds.slot(ring_tile))
             sDS = view(smem.d_s, layouts.d_s)
             store_ds = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
@@ -283,7 +283,7 @@ class FusedKeyGrad(KeyGrad):
 
 
 def column_stats(source: cute.Pointer, columns: int = QUERIES) -> cute.Tensor:
-    """L or delta of this thread's columns, (2, columns / 8), in registers."""
+    """Loads L or delta of this thread's columns into registers, (2, columns / 8)."""
     values = cute.make_rmem_tensor((2, columns // 8), Float32)
     cute.autovec_copy(cute.make_tensor(source, cute.make_layout((2, columns // 8), stride=(1, 8))), values)
     return values

@@ -1,16 +1,16 @@
-"""The consumer warpgroups of the key-stationary kernel where it makes no dq: dK and dV of 64 keys each.
+"""Consumer warpgroups of the key-stationary kernel without dq: each computes dK and dV of 64 keys.
 
-Of one tile of queries, 128 at d 64, whose S^T = K Q^T is in flight:
-    wait 0: S is complete     dP^T = V dO^T issued; P^T = exp2(S^T scale - L), masked, rounded
-    dV += P^T dO issued       wait 1: dP^T is complete: dS^T = P^T (dP^T - delta), rounded
-    dK += dS^T Q issued       wait 1: dV is complete, so P is no operand any more
-    S^T of the next tile      wait 1: dK is complete: the tile is released
+A query tile, 128 queries at d 64, begins with S^T = K Q^T in flight. "Wait n" leaves n wgmma groups in flight.
+    wait 0: S^T is complete       issue dP^T = V dO^T; P^T = exp2(S^T scale - L), masked, rounded
+    issue dV += P^T dO            wait 1: dP^T is complete: dS^T = P^T (dP^T - delta), rounded
+    issue dK += dS^T Q            wait 1: dV is complete, so P^T is no operand any more
+    issue S^T of the next tile    wait 1: dK is complete: release the tile
 
-Only S is in flight from one turn of the loop to the next: with dP as well ptxas serializes the products. It serializes
-them too (C7512) where P is still an operand when S of the next tile is issued.
+Only S^T is in flight from one iteration of the loop to the next: with dP^T as well, ptxas serializes the products. It
+also serializes them (C7512) if P^T is still an operand when S^T of the next tile is issued.
 
-Where the spec `skips`, tiles have 64 queries, S is issued with dP, and a warpgroup skips tiles none of whose queries
-sees its keys.
+If the spec `skips`, tiles have 64 queries, S^T is issued with dP^T, and a warpgroup skips tiles whose queries see none
+of its keys.
 """
 
 import cutlass
@@ -23,7 +23,7 @@ from cute_kernels.sink.kernels.key_grad_mma import KeyBlocks, KeyGrad, Place, Qu
 
 
 class SeparateKeyGrad(KeyGrad):
-    """Device code of a consumer warpgroup, which has one block of keys; see the module's docstring."""
+    """Device code of a consumer warpgroup, which has one block of 64 keys; see the module's docstring."""
 
     @cute.jit
     def add_tiles(
@@ -41,7 +41,7 @@ class SeparateKeyGrad(KeyGrad):
                     self.issue_scores(smem, acc_s, keys.k[0], ring_tile, tid)
                     self.differentiate(smem, acc_s, keys, scale_log2, query, ring_tile, tid)
                     warpgroup.wait_group(0)
-                else:  # waiting for the tile first keeps two uses of a stage apart
+                else:  # without this wait, two releases of the stage could fall into one phase
                     smem.q_full.data_ptr()  # see `start`
                     self.edges.q.wait(smem, ring_tile)
                 self.edges.q.release(smem, ring_tile)
@@ -52,7 +52,7 @@ class SeparateKeyGrad(KeyGrad):
             for i in cutlass.range(total, unroll=1):
                 query = queries.begin + spec.queries * t
                 self.differentiate(smem, acc_s, keys, scale_log2, query, ring_tile, tid)
-                # after the last tile its S is made again, for nothing: a branch there would serialize the products
+                # after the last tile S^T is issued again, for nothing: a branch would serialize the products
                 following = cutlass.select_(i == total - 1, ring_tile, ring_tile + 1)
                 self.issue_scores(smem, acc_s, keys.k[0], following, tid)
                 warpgroup.wait_group(1)
@@ -66,9 +66,9 @@ class SeparateKeyGrad(KeyGrad):
     def differentiate(
         self, smem, acc_s: cute.Tensor, keys: KeyBlocks, scale_log2: Float32, query: Int32, ring_tile: Int32, tid: Int32
     ):
-        """Adds a tile of queries from `query` on to dK / softmax_scale and to dV.
+        """Adds the query tile from `query` on to dK / softmax_scale and to dV.
 
-        Its S^T is in flight at the beginning, dK at the end.
+        The tile's S^T is in flight at the beginning, its dK at the end.
         """
         spec = self.spec
         acc_dp = cute.make_rmem_tensor(acc_s.shape, Float32)
@@ -83,7 +83,7 @@ class SeparateKeyGrad(KeyGrad):
         if const_expr(spec.skips):
             warpgroup.wait_group(1)
         self.masks.mask(acc_s, query, keys.limits[0])
-        for j in cutlass.range_constexpr(spec.queries // 8):  # pair by pair: all together take too many registers
+        for j in cutlass.range_constexpr(spec.queries // 8):  # pair by pair: all pairs together take too many registers
             values = column_stats(thread_stats + 8 * j, 8)
             for r in cutlass.range_constexpr(2):
                 for c in cutlass.range_constexpr(2):

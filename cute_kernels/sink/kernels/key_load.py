@@ -1,4 +1,4 @@
-"""The load warp of the key-stationary kernel: takes work tiles, loads K and V, and streams Q, dO and statistics."""
+"""Load warp of the key-stationary kernel: it takes work tiles, loads K and V, and streams Q, dO and statistics."""
 
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ class KeyTmas(NamedTuple):
 
 
 class KeyLoad:
-    """Device code; `spec` is a SinkBackwardSpec."""
+    """Device code of the load warp; `spec` is a SinkBackwardSpec."""
 
     def __init__(self, spec):
         self.spec = spec
@@ -47,9 +47,9 @@ class KeyLoad:
         rank: Int32,
         lane: Int32,
     ):
-        """The load warp, from its first work tile to the record that ends the kernel.
+        """Loads every work tile of the CTA, then writes the record that ends the kernel.
 
-        Of a pair, `peer_k` loads half of the columns of the other CTA's K.
+        In a pair, `peer_k` loads half of the columns of the other CTA's K.
         """
         spec = self.spec
         cta, _, _ = cute.arch.block_idx()
@@ -61,11 +61,11 @@ class KeyLoad:
         number, count, ring_tile = Int32(cta // 2 if const_expr(spec.pair) else cta), Int32(0), Int32(0)
         while number < work_tiles:
             block = scheduler.block_at(number, spec.packed, packed.work_list, schedule.divisors, Int32(0))
-            # of causal work tiles the first blocks of keys meet the most queries
+            # ascending, because under a causal mask the first key blocks meet the most queries
             work = scheduler.work_tile(block, block.number, spec.keys, spec.packed, packed, schedule)
             following = Int32(0)
             if const_expr(not spec.pair):
-                following = scheduler.claim(schedule.counters, lane)  # long before it is needed
+                following = scheduler.claim(schedule.counters, lane)  # claimed long before it is needed
             scheduler.publish(smem, self.edges.work, count, work, lane)
             q_origin = views.origin(spec.packed, work.s_q, work.start_q, work.batch)
             self.load_keys(smem, staged, tmas, peer_k, work, count, rank)
@@ -77,7 +77,7 @@ class KeyLoad:
 
     @cute.jit
     def load_keys(self, smem, staged: KeyViews, tmas: KeyTmas, peer_k: Any, work: WorkTile, count: Int32, rank: Int32):
-        """Starts the copies of K and V, and of a pair's other K, once their place is free."""
+        """Starts the copies of K and V, in a pair also of the other CTA's K, once their memory is free."""
         spec, edge = self.spec, self.edges.kv
         origin = views.origin(spec.packed, work.s_k, work.start_k, work.batch)
         edge.acquire(smem, count)
@@ -105,7 +105,7 @@ class KeyLoad:
         ratio: Int32,
         ring_tile: Int32,
     ) -> Int32:
-        """Starts the copies of all query tiles of all query heads; returns the number of the next tile."""
+        """Starts the copies of all query tiles of all query heads; returns the next query tile."""
         spec = self.spec
         queries = self.masks.query_range(work.first, work.s_q, work.s_k, visible)
         position = views.position(spec.packed, work.start_q, work.batch, work.s_q) + queries.begin

@@ -1,7 +1,7 @@
 """Which keys a query sees: key ranges of blocks of queries, query ranges of blocks of keys, and masks of tiles.
 
-Query i of a sequence stands at key i + s_k - s_q. It sees keys up to its own position + `reach` and, with a window,
-keys above its own position - `window`.
+Query i of a sequence has position i + s_k - s_q among the keys. It sees keys up to its position + `reach`. With a
+window it sees only keys above its position - `window`.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ NEVER = 1 << 30  # above every query and every key
 
 
 class Visibility(NamedTuple):
-    """The mask of a call: most keys that a query sees, its own included, and how far past its own position."""
+    """The mask of a call: how many keys a query sees at most, its own included, and how far past its position."""
 
     window: Int32
     reach: Int32
@@ -38,12 +38,12 @@ class TileRange(NamedTuple):
 
 
 class QueryLimits(NamedTuple):
-    """The tiles of keys that 64 rows of queries see, and the mask of this thread's rows 0 and 1.
+    """The key tiles that 64 query rows see, and the mask of this thread's rows 0 and 1.
 
-    first_tile, end_tile  tiles that any of the rows sees, at least one, which may be masked altogether
-    full_from, full_to    tiles that every row sees as a whole: these need no mask
-    end0, end1, start0    keys below `end` and from `start` on are seen, relative to this thread's first column; start1
-                          is start0 + 8
+    first_tile, end_tile  range of tiles that any row sees; it has at least one tile, which may be masked altogether
+    full_from, full_to    range of tiles that every row sees as a whole; these need no mask
+    end0, end1, start0    row r sees keys from start_r to below end_r, relative to this thread's first column; start1 is
+                          start0 + 8
     """
 
     first_tile: Int32
@@ -56,16 +56,16 @@ class QueryLimits(NamedTuple):
 
 
 class QueryMasks:
-    """Masks of blocks of queries; `spec` is of a query-stationary kernel. Key numbers are relative to the range's."""
+    """Masks of query blocks in a query-stationary kernel. Limits count keys from the beginning of the key range."""
 
     def __init__(self, spec):
         self.spec = spec
 
     @cute.jit
     def key_range(self, first: Int32, s_q: Int32, s_k: Int32, visible: Visibility) -> TileRange:
-        """Returns the keys that rows of a CTA's block from `first` on see; one tile of zeros if they see no key.
+        """Returns the key tiles that a CTA's rows from `first` on see; if they see no key, it is one tile of zeros.
 
-        With a window, too, tiles begin at multiples of their size, so that a row's bits do not depend on the block.
+        Tiles begin at multiples of their size, also with a window, so that a row's bits do not depend on the block.
         """
         shift = s_k - s_q
         begin, end = Int32(0), cutlass.min(s_k, cutlass.min(first + self.spec.rows, s_q) + shift + visible.reach)
@@ -89,18 +89,18 @@ class QueryMasks:
         first_tile, full_from = Int32(0), Int32(0)
         if const_expr(spec.window):
             first_tile = cutlass.min(cutlass.max(first + shift - visible.window + 1, 0) // spec.tile, end_tile - 1)
-            # the last row sees the first key of these tiles
+            # from this tile on, the last row sees the first key
             full_from = (cutlass.max(first + ROWS + shift - visible.window, 0) + spec.tile - 1) // spec.tile
-        # the first row sees the last key of these tiles
+        # below this tile, the first row sees the last key
         full_to = cutlass.max(cutlass.min(count, first + shift + 1 + visible.reach), 0) // spec.tile
-        column = 2 * (tid % 4)  # of this thread's element 0
+        column = 2 * (tid % 4)  # column of this thread's element 0
         ends = [cutlass.min(count, first + wgmma.row(tid, r) + shift + 1 + visible.reach) - column for r in range(2)]
         start = first + wgmma.row(tid, 0) + shift + 1 - visible.window - column
         return QueryLimits(first_tile, end_tile, full_from, full_to, ends[0], ends[1], start)
 
     @cute.jit
     def mask(self, acc_s: cute.Tensor, tile: Int32, limits: QueryLimits):
-        """-inf where a row does not see a key, in a tile that not every row sees as a whole."""
+        """Sets S to -inf where a row does not see a key. Tiles that every row sees as a whole are skipped."""
         spec = self.spec
         s = wgmma.by_row(acc_s)
         if tile >= limits.full_to:
@@ -119,9 +119,9 @@ class QueryMasks:
 class KeyLimits(NamedTuple):
     """Which queries see 64 keys: the mask of this thread's keys 0 and 1, which are rows of S^T.
 
-    start0, start1, end0  queries from `start` on and below `end` see the key, relative to this thread's first column;
-                          end1 is end0 + 8
-    full_from, full_to    tiles of queries within see every key: these need no mask
+    start0, start1, end0  queries from start_r to below end_r see key r, relative to this thread's first column; end1 is
+                          end0 + 8
+    full_from, full_to    range of queries: tiles within it see every key and need no mask
     """
 
     start0: Int32
@@ -139,14 +139,14 @@ class QueryRange(NamedTuple):
 
 
 class KeyMasks:
-    """Masks of blocks of keys; `spec` is a SinkBackwardSpec."""
+    """Masks of key blocks in the key-stationary kernel; `spec` is a SinkBackwardSpec."""
 
     def __init__(self, spec):
         self.spec = spec
 
     @cute.jit
     def query_range(self, first: Int32, s_q: Int32, s_k: Int32, visible: Visibility) -> TileRange:
-        """Returns the queries that see a work tile of keys from `first` on, from a multiple of the tile size on."""
+        """Returns the query tiles that see the keys of a work tile; they begin at multiples of their size."""
         shift = s_k - s_q
         begin = cutlass.max(first - shift - visible.reach, 0) & -self.spec.queries
         end = s_q
@@ -159,8 +159,8 @@ class KeyMasks:
     def limits(self, first: Int32, s_q: Int32, s_k: Int32, visible: Visibility, tid: Int32) -> KeyLimits:
         """Returns the limits of keys `first` to `first` + 63."""
         shift = s_k - s_q
-        column = 2 * (tid % 4)  # of this thread's element 0
-        # no query sees a key past the last: its P would be exp2(-L), which may be infinite
+        column = 2 * (tid % 4)  # column of this thread's element 0
+        # keys past the last one are masked: their P would be exp2(-L), which may be infinite
         keys = [first + wgmma.row(tid, r) for r in range(2)]
         starts = [cutlass.select_(key < s_k, key - shift - visible.reach - column, Int32(NEVER)) for key in keys]
         end = keys[0] - shift + visible.window - column
@@ -176,7 +176,7 @@ class KeyMasks:
 
     @cute.jit
     def mask(self, acc_s: cute.Tensor, query: Int32, limits: KeyLimits):
-        """-inf where a query does not see a key, in a tile of queries from `query` on."""
+        """Sets S^T to -inf where a query of the tile from `query` on does not see a key."""
         s = wgmma.by_row(acc_s)
         if query < limits.full_from:
             for r in cutlass.range_constexpr(2):

@@ -1,7 +1,7 @@
 """Pipelines of the kernels of sink attention, and their named barriers.
 
-Most edges divide signed numbers, and those of K and V mask them: with unsigned division on all edges the forward took
-1.006 (d 64) and 1.019 (d 128) of the time, because ptxas ordered the softmax otherwise.
+Most edges divide tile numbers as signed numbers; the edges of K and V mask them. With unsigned division on all edges
+the forward took 1.006 (d 64) and 1.019 (d 128) of the time, because ptxas ordered the softmax differently.
 """
 
 from enum import IntEnum
@@ -17,45 +17,45 @@ from cute_kernels.sink.spec import ROWS, SinkQuerySpec
 
 
 class ForwardNamedBarrier(IntEnum):
-    """Hardware barriers of a CTA; 0 is `sync_threads`. Consumer warpgroup w of at most 4 has TURN + w and STORE + w.
+    """Named barriers; 0 is for `sync_threads`. Consumer warpgroup w, one of at most 4, has TURN + w and STORE + w.
 
     A store waits at STORE + w twice, before it writes shared memory and after. One id serves both: the same 128 threads
     wait, in the same order. TURN + w needs its own: the warpgroup before w arrives there without waiting, while w may
     be at its store.
     """
 
-    TURN = 1  # 256, to 4: w waits for its turn to issue products, the warpgroup before it arrives
-    STORE = 5  # 128, to 8: the TMA store before has read O in shared memory; O of this one is in shared memory
+    TURN = 1  # to 4, 256 threads: w waits for its turn to issue products, and the warpgroup before it arrives
+    STORE = 5  # to 8, 128 threads: the previous TMA store has read O in shared memory; the new O is in shared memory
 
 
 class QueryGradNamedBarrier(IntEnum):
-    """Hardware barriers of a CTA; 0 is `sync_threads`. Consumer warpgroup w has STORE + w.
+    """Named barriers; 0 is for `sync_threads`. Consumer warpgroup w has STORE + w.
 
     A store waits there twice, before it writes shared memory and after. One id serves both: the same 128 threads wait,
     in the same order.
     """
 
-    STORE = 1  # 128, to 3: the TMA store before has read dQ in shared memory; dQ of this one is in shared memory
+    STORE = 1  # to 3, 128 threads: the previous TMA store has read dQ in shared memory; the new dQ is in shared memory
 
 
 class KeyGradNamedBarrier(IntEnum):
-    """Hardware barriers of a CTA; 0 is `sync_threads`. Consumer warpgroup w, of two, has SEND + w in a pair.
+    """Named barriers; 0 is for `sync_threads`. In a pair, consumer warpgroup w, one of two, has SEND + w.
 
     STORE serves two waits, before and after dK and dV are written to shared memory, because the same threads wait at
     both, in the same order.
     """
 
-    STORE = 3  # 256, all consumers: the TMA stores before have read dK and dV; dK and dV of this work tile are there
-    SEND = 4  # 128, and 5: dS is in shared memory
+    STORE = 3  # 256 threads: the previous TMA stores have read dK and dV; the new dK and dV are in shared memory
+    SEND = 4  # and 5, 128 threads: dS is in shared memory
 
 
 class QueryPipelines(NamedTuple):
     """Edges of the query-stationary kernels, from the load warp to the consumer warpgroups.
 
     work  records of work tiles
-    q     blocks of 64 rows of Q, and of dO: block w for warpgroup w, or grouped one for each head in turn
-    k, v  tiles of K and of V, which have the same slots
-    kept  takes the arrivals at k and v for tiles that are kept for more heads; nothing waits for it
+    q     blocks of 64 rows of Q, and of dO: stage w is for warpgroup w; if grouped, heads take the stages in turn
+    k, v  tiles of K and tiles of V; tiles of the same keys have the same slot
+    kept  receives the arrivals for tiles of k and v that are kept for more heads; no thread waits for it
     """
 
     work: Pipeline
@@ -65,7 +65,7 @@ class QueryPipelines(NamedTuple):
     kept: Pipeline
 
     def release(self, smem: Any, edge: Pipeline, slot: Slot, kept: Any) -> None:
-        """Says that this thread has read a tile of K or V, unless it is `kept`: a branch there would cost more."""
+        """Releases a tile of K or V. If it is `kept`, the thread arrives at `kept_empty`: a branch would cost more."""
         index = slot.index
         if self.kept.consumers:
             offset = self.kept.empty_barrier(smem, 0).toint() - edge.empty_barrier(smem, 0).toint()
@@ -73,7 +73,7 @@ class QueryPipelines(NamedTuple):
         edge.release(smem, Slot(index, slot.phase))
 
     def skip(self, smem: Any, slot: Slot) -> None:
-        """Releases a tile that none of these rows sees. Waiting for it first keeps two uses of a stage apart."""
+        """Waits for a tile that none of these rows sees, so that each phase gets one arrival, and releases it."""
         for edge in (self.k, self.v):
             edge.wait(smem, slot)
             edge.release(smem, slot)
@@ -84,8 +84,8 @@ class KeyPipelines(NamedTuple):
 
     work   records of work tiles, from the load warp to all other roles
     kv     K and V of a work tile, from the load warp to the consumers
-    ds     dS of query tiles, from all consumers to the warpgroup that makes dQ of it; in a pair, to both CTAs
-    added  dQ of query tiles, from the warpgroup that has made it to the warps that have it added
+    ds     dS of query tiles, from all consumers to the warpgroup that makes dQ of it; in a pair, from and to both CTAs
+    added  dQ of query tiles, from the warpgroup that makes it to the warps that have the copy engine add it
     q      tiles of Q, dO and their statistics, from the load warp to the consumers
     """
 
@@ -97,7 +97,7 @@ class KeyPipelines(NamedTuple):
 
 
 def query_pipelines(spec: SinkQuerySpec) -> QueryPipelines:
-    """The edges of a query-stationary kernel."""
+    """Makes the edges of a query-stationary kernel."""
     consumers = 128 * spec.warpgroups
     kept = consumers if spec.grouped else 0
     k, v = (
@@ -130,11 +130,11 @@ def query_pipelines(spec: SinkQuerySpec) -> QueryPipelines:
 
 
 def key_pipelines(spec: SinkBackwardSpec) -> KeyPipelines:
-    """The edges of the key-stationary kernel."""
+    """Makes the edges of the key-stationary kernel."""
     consumers, kv_readers, kv_empty = spec.consumers, spec.consumers, "the last products that read K or V are complete"
     if spec.reuses:
         kv_readers, kv_empty = 32, "the warp that stores dK and dV from their place is done"
-    remote = 4 if spec.pair else 0  # a thread of each warp of the other CTA's warpgroup that has made dQ
+    remote = 4 if spec.pair else 0  # one thread of each warp of the other CTA's warpgroup that makes dQ
     return KeyPipelines(
         work=work_pipeline(consumers + 32 * spec.adders),
         kv=SignedPipeline("kv", 1, 1, kv_readers, bytes=spec.bytes_of_keys, full="K and V are loaded", empty=kv_empty),
@@ -163,7 +163,7 @@ def key_pipelines(spec: SinkBackwardSpec) -> KeyPipelines:
 
 
 def work_pipeline(readers: int) -> Pipeline:
-    """Records of work tiles."""
+    """Makes the edge for records of work tiles, which `readers` threads read."""
     return SignedPipeline(
         "work",
         WORK_STAGES,

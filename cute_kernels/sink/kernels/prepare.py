@@ -1,12 +1,12 @@
-"""The begin of a backward: statistics of rows, and gradients of the sinks.
+"""First kernel of a backward: it computes statistics of rows, and gradients of the sinks.
 
-With L = log2(sum of 2^(score) and 2^(sink)) of a row, in units of log2:
+A row has L = log2(sum of 2^(score) and 2^(sink)), with scores and sinks in units of log2. Then
     P = 2^(score - L), O = P V, dP = dO V^T, delta = sum_j P_j dP_j = dO . O, dS = P (dP - delta)
-The sink takes part in L alone, with p = 2^(sink - L): dO . dO/dsink = - p delta, so d(sink) = - sum of p delta.
-A row that sees no key, or whose sink or log-sum-exp is +inf, has L = +inf here: its P are 0, as its O was. So have the
-positions between the last row of a sequence and the end of its last tile of 128 (views.py says where rows stand).
+The sink enters L alone, with p = 2^(sink - L). So dO . (dO / dsink) = - p delta, and d(sink) = - sum of p delta.
+A row that sees no key, or whose sink or log-sum-exp is +inf, has L = +inf here: its P are 0, as its O was. L is also
++inf at positions between the last row of a sequence and the end of its last tile of 128 (views.py defines positions).
 
-Roles (256 threads): a CTA has 128 rows of a head; d / 8 lanes read a row in 16-byte pieces. Where the caller has delta,
+Roles (256 threads): a CTA has 128 rows of a head. d / 8 lanes read a row, 16 bytes each. If the caller gives delta,
 neither O nor dO is read.
 """
 
@@ -23,7 +23,7 @@ from cute_kernels.sink.kernels import views
 
 THREADS = 256
 ROWS = SinkPrepareSpec.rows
-TOGETHER = 4  # rows of a thread that are read before the first is used
+TOGETHER = 4  # rows that a thread reads before it uses the first
 
 
 class SinkPrepareKernel:
@@ -34,7 +34,7 @@ class SinkPrepareKernel:
         self.dtype = views.DTYPES[spec.dtype]
 
     def fake_arguments(self) -> tuple:
-        """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
+        """Returns shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
         spec = self.spec
         sizes = batch, s_q, h_q = tuple(cute.sym_int() for _ in range(3))
         out, d_out = (views.fake_rows(self.dtype, spec.packed, sizes, spec.d) for _ in range(2))
@@ -60,17 +60,17 @@ class SinkPrepareKernel:
         sums: Int64,
         stream: cuda.CUstream,
     ):
-        """One launch of ceil(s_q / 128) x h_q x batch CTAs; packed, of ceil(positions / 128) x h_q.
+        """Launches ceil(s_q / 128) x h_q x batch CTAs, or ceil(positions / 128) x h_q if packed.
 
         mOut, mDOut  (batch, s_q, h_q, d) or packed (tokens, h_q, d), strides as in the forward
-        mLse     (batch, s_q, h_q) or (tokens, h_q) float32, of the forward: without the sink
-        mDelta   likewise: delta, or None to compute it
+        mLse     (batch, s_q, h_q) or (tokens, h_q) float32 of the forward, without the sink
+        mDelta   delta, with the shape and dtype of mLse, or None to compute it
         mSink    (h_q,) float32
         mStats   (2, h_q, positions) float32, contiguous, 128-byte aligned: receives L and delta
         mParts   (h_q, ceil(s_q / 128) x batch), packed (h_q, ceil(positions / 128)) float32: the sum over the last mode
                  is the gradient of mSink
         mCuQ     packed: (batch + 1,) int32; otherwise None
-        sums     fused: address of h_q x positions x d float32 that are set to 0; otherwise not read
+        sums     if fused, address of h_q x positions x d float32, which are set to 0; otherwise not read
         """
         spec = self.spec
         heads = mOut.shape[1 if const_expr(spec.packed) else 2]
@@ -139,7 +139,7 @@ class SinkPrepareKernel:
                         if row < s_q:
                             total = self.joined(gLse[row] * softmax.LOG2_E, sink)
                             share = cute.math.exp2(sink - total, fastmath=True)
-                            if total == Float32.inf:  # the share may be NaN, and a delta that is given anything
+                            if total == Float32.inf:  # the share may be NaN, and a given delta may be anything
                                 share = Float32(0.0)
                                 delta = Float32(0.0)
                             part -= share * delta
@@ -162,7 +162,7 @@ class SinkPrepareKernel:
 
     @cute.jit
     def joined(self, lse: Float32, sink: Float32) -> Float32:
-        """log2(2^lse + 2^sink); +inf where no key is seen."""
+        """Returns log2(2^lse + 2^sink), or +inf if the row sees no key or either argument is +inf."""
         top = cute.arch.fmax(lse, sink)
         total = top + cute.math.log2(
             cute.math.exp2(lse - top, fastmath=True) + cute.math.exp2(sink - top, fastmath=True), fastmath=True
@@ -173,7 +173,7 @@ class SinkPrepareKernel:
 
     @cute.jit
     def clear(self, sums: Int64, row: Int64, first: Int32, padded: Int32, tidx: Int32):
-        """Sets the sums of dq of rows `first` .. `first` + 127 (those below `padded`) to 0."""
+        """Sets the sums of dq of rows `first` to `first` + 127, but only below `padded`, to 0."""
         d = self.spec.d
         zeros = cute.make_rmem_tensor(4, Float32)
         zeros.fill(0.0)

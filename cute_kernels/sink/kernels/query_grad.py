@@ -1,9 +1,9 @@
-"""dq of sink attention on SM90, query-stationary; deterministic, no scratch memory.
+"""dq of sink attention on SM90, query-stationary: it is deterministic and needs no scratch memory.
 
-A work tile is 64 query rows for each consumer warpgroup, as in the forward, with the same load warp, barriers and order
-of tiles (forward.py, query_load.py), but warpgroups take no turns: a tile has three products (query_grad_mma.py).
+A work tile is 64 query rows for each consumer warpgroup. The load warp, the barriers and the order of tiles are those
+of the forward (forward.py, query_load.py). A tile has three products (query_grad_mma.py), so warpgroups take no turns.
 
-Instructions of a score outside the products: FFMA, MUFU.EX2, FADD, FMUL and half an F2FP.
+Beside the products a score takes FFMA, MUFU.EX2, FADD, FMUL and half an F2FP.
 """
 
 import cuda.bindings.driver as cuda
@@ -21,11 +21,11 @@ from cute_kernels.sink.kernels.smem import query_storage, query_views, start
 
 
 class SinkQueryGradKernel:
-    """One launch of dq; `spec` holds all that is fixed at compile time.
+    """The kernel of dq. `spec` holds all that is fixed at compile time.
 
     Roles (512 threads with three consumer warpgroups, 384 with two)
       warpgroup 0     load: 32 or 40 registers. Its first warp takes work tiles and issues TMA; the others idle
-      warpgroup 1..   consumers: 160 or 232 registers. 32 of S, 32 of dP, 16 of dS; 32 (d 64) or 64 (d 128) of dQ
+      warpgroup 1..   consumers: 160 or 232 registers. S has 32, dP 32, dS 16, dQ 32 (d 64) or 64 (d 128)
 
     Barriers (arrivals of a phase, bytes, what is true then) of
     SinkQueryGradSpec("bfloat16", 64):
@@ -38,8 +38,8 @@ class SinkQueryGradKernel:
       v_full[8]           1 + 8,192 bytes   a tile of V is loaded
       v_empty[8]        384                 every warpgroup has read V or skipped it
 
-    Shared memory: Q and dO of q_stages x 64 rows, dQ of warpgroups x 64 rows; 4 (d 128) or 8 (d 64) stages of tiles of
-    64 keys.
+    Shared memory holds q_stages x 64 rows of Q and dO, warpgroups x 64 rows of dQ, and 4 (d 128) or 8 (d 64) stages of
+    64 keys of K and V.
     """
 
     def __init__(self, spec: SinkQueryGradSpec):
@@ -48,7 +48,7 @@ class SinkQueryGradKernel:
         self.consumer = QueryGrad(spec)
 
     def fake_arguments(self) -> tuple:
-        """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
+        """Returns shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
         spec = self.spec
         dtype = views.DTYPES[spec.dtype]
         batch, s_q, s_k, h_q, h_kv = (cute.sym_int() for _ in range(5))
@@ -79,14 +79,14 @@ class SinkQueryGradKernel:
         counters: Int64,
         stream: cuda.CUstream,
     ):
-        """One launch of `ctas` CTAs, one for each SM, after SinkPrepareKernel.
+        """Launches `ctas` CTAs, one for each SM, after SinkPrepareKernel.
 
         Every size of a tensor is above 0; single sequences of a packed call may be empty.
         mQ, mDOut, mDQ  (batch, s_q, h_q, d) or packed (tokens, h_q, d), strides as in the forward
         mK, mV     (batch, s_k, h_kv, d) or packed (tokens, h_kv, d)
         mStats     (2, h_q, positions) float32, contiguous, of SinkPrepareKernel
-        mWork      packed: the list of SinkWorkListKernel(keys=False) for blocks of spec.rows queries
-        the rest   as in SinkForwardKernel; the counters are two int32, 0 before and after. No scratch memory
+        mWork      if packed, the list of SinkWorkListKernel(keys=False) for blocks of spec.rows queries
+        the rest   as in SinkForwardKernel; counters are two int32, 0 before and after the launch
         """
         spec = self.spec
         schedule, visible = scheduler.query_work(spec, mQ, mK, window, causal, section, counters)

@@ -1,10 +1,10 @@
-"""The consumer warpgroups of the query-stationary dq.
+"""Consumer warpgroups of the query-stationary dq. Each computes dQ of 64 rows.
 
-Of one tile:
-    S = Q K^T and dP = dO V^T issued    wait 1: P = exp2(S scale - L), masked
-                                        wait 0: V is released; dS = P (dP - delta), rounded
-    dQ += dS K issued                   wait 0: K is released
-The statistics L and delta of a row come from prepare.py: L is the log2-sum-exp2 with the sink.
+A key tile takes these steps. "Wait n" leaves n wgmma groups in flight.
+    issue S = Q K^T and dP = dO V^T    wait 1: S is complete: P = exp2(S scale - L), masked
+                                       wait 0: dP is complete: release V; dS = P (dP - delta), rounded
+    issue dQ += dS K                   wait 0: dQ is complete: release K
+Statistics L and delta of a row come from prepare.py. L is the log2-sum-exp2 of its scores and its sink.
 """
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from cute_kernels.sink.spec import ROWS
 
 
 class RowGrads(NamedTuple):
-    """This thread's two rows: dQ / softmax_scale, and the statistics L and delta."""
+    """State of this thread's two rows: dQ / softmax_scale, and the statistics L and delta."""
 
     d_q: cute.Tensor
     lse: cute.Tensor
@@ -55,14 +55,14 @@ class QueryGrad:
         wg: Int32,
         tid: Int32,
     ):
-        """The warpgroup, from its first work tile to the record that ends the kernel: its 64 rows, or its heads."""
+        """Computes dQ of this warpgroup's 64 rows, or if grouped of its heads, of every work tile of the CTA."""
         spec = self.spec
         acc_dq = cute.make_rmem_tensor(query_mmas(spec).pv.partition_shape_C((ROWS, spec.d)), Float32)
         lse, delta, next_stats = (cute.make_rmem_tensor(n, Float32) for n in (2, 2, 4))
         grads = RowGrads(acc_dq, lse, delta)
         scale_log2 = softmax_scale * softmax.LOG2_E
         count, ring_tile, running = Int32(0), Int32(0), Int32(1)
-        first_head = Int32(wg)  # of the work tile's heads, the first that is this warpgroup's
+        first_head = Int32(wg)  # the first head of the work tile that this warpgroup takes
         while running == 1:
             smem.work_full.data_ptr()  # see `start`
             record = scheduler.await_record(smem, self.edges.work, count)
@@ -120,7 +120,7 @@ class QueryGrad:
     def statistics(
         self, mStats: cute.Tensor, head: Int32, position: Int32, rows: Int32, values: cute.Tensor, tid: Int32
     ):
-        """L and delta of this thread's two rows, the first of 64 at `position`, of which `rows` are of the sequence."""
+        """Loads L and delta of this thread's two rows, of 64 from `position` on; the sequence has only `rows` there."""
         for r in cutlass.range_constexpr(2):
             row = wgmma.row(tid, r)
             values[r], values[2 + r] = Float32.inf, Float32(0.0)  # P is 0 in rows past the last
@@ -141,7 +141,7 @@ class QueryGrad:
         kept,
         tid: Int32,
     ) -> Int32:
-        """Makes dQ / softmax_scale of a slot. Tiles may be `kept` for more heads. Returns the next tile's number."""
+        """Makes dQ / softmax_scale of a slot. `kept` tiles stay for the next head. Returns the next key tile."""
         spec = self.spec
         layouts, (mma_s, mma_dq) = query_layouts(spec), query_mmas(spec)
         thr_s, thr_dq = mma_s.get_slice(tid), mma_dq.get_slice(tid)

@@ -1,8 +1,8 @@
-"""The load warp of the query-stationary kernels: takes work tiles, loads rows of Q (and dO), and streams K and V.
+"""Load warp of the query-stationary kernels: it takes work tiles, loads rows of Q (and dO), and streams K and V.
 
-Tiles of keys come from the last to the first. K is always one tile ahead of V, as its product is, and K of the first
-tile does not wait for the rows. The first tile of keys starts at the first key that any row sees, not at a multiple of
-the tile: with a window of 128 and tiles of 64, a warpgroup needs 3 tiles wherever its rows lie.
+Key tiles come from the last to the first. K is always one tile ahead of V, as its product is, and the first K does not
+wait for the rows. Tiles start at multiples of their size (masks.py). So with a window of 128 and tiles of 64, 64 rows
+need 3 tiles if s_k - s_q is a multiple of 64, otherwise up to 4.
 """
 
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ class QueryTmas(NamedTuple):
 def query_tmas(
     spec: SinkQuerySpec, mQ: cute.Tensor, mDOut: cute.Tensor | None, mK: cute.Tensor, mV: cute.Tensor, mOut: cute.Tensor
 ) -> QueryTmas:
-    """The TMA copies of a launch; `mOut` is O or dQ."""
+    """Makes the TMA copies of a launch; `mOut` is O or dQ."""
     layouts, load, store = query_layouts(spec), cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
     box_q, box_kv = (ROWS, spec.d), (spec.tile, spec.d)
     return QueryTmas(
@@ -48,7 +48,7 @@ def query_tmas(
 
 
 class TileCopy(NamedTuple):
-    """Copies of the tiles of K or V of a work tile into the stages of their pipeline."""
+    """Copies of the tiles of K, or of V, of a work tile into the stages of their pipeline."""
 
     edge: Pipeline
     atom: cute.CopyAtom
@@ -57,7 +57,7 @@ class TileCopy(NamedTuple):
 
 
 class QueryLoad:
-    """Device code; `spec` is of a query-stationary kernel."""
+    """Device code of the load warp; `spec` is of a query-stationary kernel."""
 
     def __init__(self, spec):
         self.spec = spec
@@ -75,7 +75,7 @@ class QueryLoad:
         schedule: QuerySchedule,
         lane: Int32,
     ):
-        """The load warp, from its first work tile to the record that ends the kernel."""
+        """Loads every work tile of the CTA, then writes the record that ends the kernel."""
         spec = self.spec
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -90,7 +90,7 @@ class QueryLoad:
             if const_expr(not spec.packed):
                 index = schedule.blocks - 1 - index  # a later block of rows sees more keys
             work = scheduler.work_tile(block, index, spec.rows, spec.packed, packed, schedule)
-            following = scheduler.claim(schedule.counters, lane)  # long before it is needed
+            following = scheduler.claim(schedule.counters, lane)  # claimed long before it is needed
             scheduler.publish(smem, self.edges.work, count, work[:6], lane)
             ring_tile = self.load(smem, staged, tmas, work, visible, schedule.ratio, count, ring_tile)
             number = ctas + cute.arch.shuffle_sync(following, 0)
@@ -110,7 +110,7 @@ class QueryLoad:
         count: Int32,
         ring_tile: Int32,
     ) -> Int32:
-        """Starts all copies of a work tile; returns the number of the next tile."""
+        """Starts all copies of a work tile; returns the next key tile."""
         spec = self.spec
         keys = self.masks.key_range(work.first, work.s_q, work.s_k, visible)
         tiles = keys.tiles
@@ -169,7 +169,7 @@ class QueryLoad:
         head: Int32,
         slot: Slot,
     ):
-        """Starts the copies of a block of 64 rows of a head, once its slot is free."""
+        """Starts the copies of a block of 64 rows of a head once its stage is free."""
         spec, edge = self.spec, self.edges.q
         full = edge.full_barrier(smem, slot.index)
         edge.acquire(smem, slot)
@@ -186,7 +186,7 @@ class QueryLoad:
 
     @cute.jit
     def load_remaining_tiles(self, smem, k: TileCopy, v: TileCopy, tiles: Int32, ring_tile: Int32):
-        """Starts the copies of K of all tiles but the first, and of V of all."""
+        """Starts the copies of K of all tiles but the first one, and of V of all tiles."""
         for i in cutlass.range(1, tiles, unroll=1):
             self.load_tile(smem, k, tiles - 1 - i, ring_tile + i)
             self.load_tile(smem, v, tiles - i, ring_tile + i - 1)
@@ -194,7 +194,7 @@ class QueryLoad:
 
     @cute.jit
     def load_tile(self, smem, copy: TileCopy, tile: Int32, ring_tile: Int32):
-        """Starts the copy of a tile once its stage is free."""
+        """Starts the copy of a key tile once its stage is free."""
         edge, slot = copy.edge, copy.edge.slot(ring_tile)
         edge.acquire(smem, slot)
         with cute.arch.elect_one():

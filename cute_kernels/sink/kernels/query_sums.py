@@ -1,12 +1,12 @@
-"""dq where keys stay: dQ = dS K of a query tile, added up in global memory by the copy engine.
+"""dq of the key-stationary kernel: dQ = dS K of each query tile, which the copy engine adds up in global memory.
 
-Warpgroups make dQ of query tiles in turn, each that of the tile before. So no warpgroup waits for the dS of another,
-and they may be half a tile apart: one's softmax then overlaps with another's products. In turns, because half of the
-columns each would read shared memory at 192 or 128 bytes a cycle where m64n64k16 reads 128, and half of the keys each
-would add twice as much. dQ goes to shared memory, 16 KB. From there a warp of its own has the copy engine add it, so no
-thread that multiplies waits for a copy: 1.2% (d 64) and 2.3% (d 128) of the time.
+Two warpgroups make dQ of query tiles in turn. After its products of a tile, a warpgroup makes dQ of the tile before. So
+no warpgroup waits for the other's dS, and the two may be half a tile apart. One's softmax then overlaps with the
+other's products. If both made half of each dQ, products of half of the columns would read shared memory at 192 or 128
+bytes a cycle, where m64n64k16 reads 128, and products of half of the keys would double the additions.
 
-Sums of dq are laid out as accumulators are: see finish.py.
+dQ goes to shared memory, 16 KB. A separate warp has the copy engine add it from there, so no thread that multiplies
+waits for a copy. That saves 1.2% (d 64) and 2.3% (d 128) of the time. finish.py describes the layout of the sums.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from cute_kernels.sink.spec import ROWS
 
 
 class Sums(NamedTuple):
-    """Float32 sums of dq in global memory, and the positions of a head in them."""
+    """Float32 sums of dq in global memory: their address, and the number of positions of a head."""
 
     address: Int64
     positions: Int32
@@ -42,7 +42,7 @@ class QuerySums:
 
     @cute.jit
     def send(self, smem, slot: Slot, rank: Int32, wg: Int32, tid: Int32):
-        """Copies this warpgroup's dS to the other CTA of the pair, and arrives at ds_full of both."""
+        """Copies this warpgroup's dS to the pair's other CTA, whose `ds_full` gets the bytes; arrives at `ds_full`."""
         spec, edge = self.spec, self.edges.ds
         size = spec.keys_of_cta * QUERIES  # elements of a CTA's dS
         full = edge.full_barrier(smem, slot.index)
@@ -62,16 +62,16 @@ class QuerySums:
                 ],
             )
         if wg == 0 and tid == 0:
-            edge.arrive_and_expect(smem, slot)  # what the other CTA sends
+            edge.arrive_and_expect(smem, slot)  # the bytes that the other CTA sends
         else:
             edge.arrive(smem, slot)
 
     @cute.jit
     def make_dq(self, smem, read, ring_tile: Int32, rank: Int32, wg: Int32, tid: Int32):
-        """Makes dQ of a query tile once its dS is there, and stages it for the warp that adds it.
+        """Makes dQ of a query tile once its dS has arrived, and stages it for the warp that adds it.
 
-        In a pair, a CTA makes columns 64 `rank` to 64 `rank` + 63. Releases query tile `read`, unless None, when
-        products issued before are complete, and arrives at ds_empty when dS has been read.
+        In a pair, a CTA makes columns 64 `rank` to 64 `rank` + 63. Once the products are complete, those issued before
+        the call too, it releases query tile `read`, unless that is None, and dS.
         """
         spec, ds, added = self.spec, self.edges.ds, self.edges.added
         layouts, mma_dq = key_layouts(spec), key_mmas(spec).dq
@@ -106,7 +106,7 @@ class QuerySums:
 
     @cute.jit
     def stage(self, smem, acc_dq: cute.Tensor, place: Int32, tid: Int32):
-        """Stores dQ of a tile in shared memory: element 4j + i of a thread at (128 j + thread, i)."""
+        """Stores dQ of a tile in shared memory: element 4j + i of a thread goes to (128 j + thread, i)."""
         size = QUERIES * self.spec.columns
         staged = smem.added.data_ptr() + cute.assume(place * size, divby=size)
         for j in cutlass.range_constexpr(cute.size(acc_dq) // 4):
@@ -128,7 +128,7 @@ class Adder:
 
     @cute.jit
     def run(self, smem, sums: Sums, visible: Visibility, ratio: Int32, rank: Int32, place: Int32, lane: Int32):
-        """The warp, from its first work tile to the record that ends the kernel: the tiles staged in `place`."""
+        """Has the copy engine add dQ from stage `place` to the sums, for every work tile of the CTA."""
         spec = self.spec
         size = 4 * QUERIES * spec.columns  # bytes
         source = Int32(smem.added.data_ptr().toint()) + place * size

@@ -1,13 +1,13 @@
-"""The scheduler: which work tile a CTA takes next, and how its load warp tells the consumer warpgroups.
+"""Scheduler: which work tile a CTA takes next, and how its load warp passes it on to the other roles.
 
-A work tile is a block of rows (or of keys) of one head. CTA c starts with work tile c and takes further ones from a
-counter in the order of the list, long ones first; so a CTA that got long ones takes fewer. Batches of one length need
-no list: work tile numbers are divided. Packed sequences have a list in global memory, row 0 (number of entries, 0),
-then (sequence, block), sorted by length (work_list.py).
+A work tile is a block of query rows (or of keys) of one head. CTA c starts with work tile c. It takes further ones from
+a counter, long ones first, so a CTA that got long ones takes fewer. In a batch of one length, divisions turn the number
+of a work tile into its block. Packed sequences have a list in global memory: row 0 is (number of entries, 0), further
+rows are (sequence, block), those with most work first (work_list.py).
 
-After the counter comes the number of CTAs that have finished; the last CTA sets both to 0 for the next launch.
+The word after the counter counts the CTAs that have finished. The last CTA sets both to 0 for the next launch.
 
-In shared memory a work tile is a record of 8 words; -1 as its first word ends the kernel.
+In shared memory a work tile is a record of 8 words. A record whose first word is -1 ends the kernel.
 """
 
 from typing import Any, NamedTuple
@@ -25,9 +25,9 @@ WORK_STAGES = 2  # work tiles that the load warp may be ahead
 
 
 class WorkTile(NamedTuple):
-    """Rows from `first` on of a head of sequence `batch`: queries where queries stay, else keys.
+    """Rows of a head from `first` on, in sequence `batch`: queries if the kernel is query-stationary, else keys.
 
-    The sequence has s_q queries and s_k keys, which start at tokens start_q and start_k where packed.
+    The sequence has s_q queries and s_k keys. If packed, they start at tokens start_q and start_k.
     """
 
     first: Int32
@@ -40,7 +40,7 @@ class WorkTile(NamedTuple):
 
 
 class Divisors(NamedTuple):
-    """The divisors of work tile numbers."""
+    """Divisors of the numbers of work tiles."""
 
     section_tiles: Any  # work tiles of a section
     section: Any  # pairs of a sequence and a head in a section
@@ -48,24 +48,24 @@ class Divisors(NamedTuple):
 
 
 class QuerySchedule(NamedTuple):
-    """The work of a query-stationary kernel."""
+    """The work tiles of a query-stationary kernel."""
 
-    max_q: Int32  # packed: tokens of all sequences
+    max_q: Int32  # queries of a sequence; if packed, of all sequences
     max_k: Int32
-    blocks: Int32  # not packed: blocks of queries of a sequence
-    work_tiles: Int32  # not packed
+    blocks: Int32  # blocks of queries of a sequence, unless packed
+    work_tiles: Int32  # number of work tiles, unless packed
     counters: Int64  # address
     divisors: Divisors
-    ratio: Any  # query heads of a KV head, as a divisor
+    ratio: Any  # divisor: query heads of a KV head
 
 
 class KeySchedule(NamedTuple):
-    """The work of the key-stationary kernel."""
+    """The work tiles of the key-stationary kernel."""
 
-    max_q: Int32  # packed: tokens of all sequences
+    max_q: Int32  # queries of a sequence; if packed, of all sequences
     max_k: Int32
     ratio: Int32  # query heads of a KV head
-    work_tiles: Int32  # not packed
+    work_tiles: Int32  # number of work tiles, unless packed
     counters: Int64  # address
     divisors: Divisors
 
@@ -74,7 +74,7 @@ class KeySchedule(NamedTuple):
 def query_work(
     spec, mQ: cute.Tensor, mK: cute.Tensor, window: Int32, causal: Int32, section: Int32, counters: Int64
 ) -> tuple[QuerySchedule, Visibility]:
-    """Makes the work of a query-stationary kernel from the arguments of its launch."""
+    """Makes the schedule of a query-stationary kernel from the arguments of its launch."""
     heads = mQ.shape[1 if const_expr(spec.packed) else 2]
     ratio = heads // mK.shape[1 if const_expr(spec.packed) else 2]
     if const_expr(spec.grouped):
@@ -91,7 +91,7 @@ def query_work(
 
 
 class Block(NamedTuple):
-    """A work tile by number: block `number` of a sequence and a head."""
+    """Which block a work tile is: the sequence, the number of the block in it, and the head."""
 
     batch: Int32
     number: Int32
@@ -110,26 +110,26 @@ class WorkRecord:
         return self.words[WorkTile._fields.index(name), self.slot.index]
 
     def write(self, fields: tuple) -> None:
-        """Writes the first fields."""
+        """Writes the first fields of the record, as many as are given."""
         for i, value in enumerate(fields):
             self.words[i, self.slot.index] = value
 
 
 def await_record(smem, edge: Pipeline, count: Int32) -> WorkRecord:
-    """The record of the count-th work tile, once the load warp has written it."""
+    """Waits until the load warp has written the record of the count-th work tile; returns the record."""
     slot = edge.slot(count)
     edge.wait(smem, slot)
     return WorkRecord(smem, slot)
 
 
 def read(record: WorkRecord) -> WorkTile:
-    """All fields but start_k, in registers."""
+    """Reads all fields but start_k into registers."""
     return WorkTile(*(record.words[i, record.slot.index] for i in range(6)))
 
 
 @cute.jit
 def block_at(number: Int32, packed: cutlass.Constexpr, work_list, divisors: Divisors, blocks: Int32) -> Block:
-    """The block of a work tile; where not packed, blocks of a section are numbered from the last one on."""
+    """Returns the block of a work tile: by the list if packed, otherwise by dividing its number."""
     if const_expr(packed):
         entry, head = divmod(number, divisors.heads)
         batch, block = work_list[entry + 1, 0], work_list[entry + 1, 1]
@@ -144,7 +144,7 @@ def block_at(number: Int32, packed: cutlass.Constexpr, work_list, divisors: Divi
 def work_tile(
     block: Block, index: Int32, size: int, packed: cutlass.Constexpr, tensors: views.Packed, schedule
 ) -> WorkTile:
-    """The work tile of rows (or keys) from index x size on in its block's sequence."""
+    """Returns the work tile of rows (or keys) from index x size on, in the sequence and head of a block."""
     start_q, start_k, s_q, s_k = Int32(0), Int32(0), schedule.max_q, schedule.max_k
     if const_expr(packed):
         start_q, s_q = views.span(tensors.cu_q, block.batch, schedule.max_q)
@@ -166,7 +166,7 @@ def publish(smem, edge: Pipeline, count: Int32, fields: tuple, lane: Int32):
 def publish_end(
     smem, edge: Pipeline, count: Int32, retires: cutlass.Constexpr, counters: Int64, ctas: Int32, lane: Int32
 ):
-    """Writes the record that ends the kernel; if it `retires`, the CTA takes no more from the counter."""
+    """Writes the record that ends the kernel; if it `retires`, the CTA also counts as finished."""
     slot = edge.slot(count)
     edge.acquire(smem, count)
     if lane == 0:
@@ -178,9 +178,9 @@ def publish_end(
 
 @cute.jit
 def claim(counters: Int64, lane: Int32) -> Int32:
-    """The next number of the counter, in lane 0; called by one warp.
+    """Returns the next number of the counter in lane 0; called by one warp.
 
-    shuffle_sync brings it to the other lanes where it is needed: that waits for the counter, some 700 cycles.
+    The caller shuffles it to the other lanes when it needs it: that waits for the counter, some 700 cycles.
     """
     got = Int32(0)
     if lane == 0:
@@ -190,7 +190,7 @@ def claim(counters: Int64, lane: Int32) -> Int32:
 
 @cute.jit
 def retire(counters: Int64, ctas: Int32):
-    """Called by one thread of a CTA that takes no more work tiles."""
+    """Counts this CTA as finished; the last one sets both counters to 0. Called by one thread."""
     done = cute.arch.atomic_add(counter(counters, 1), Int32(1), sem="acq_rel", scope="gpu")
     if done == ctas - 1:
         cute.arch.store(counter(counters, 0), Int32(0))
@@ -198,5 +198,5 @@ def retire(counters: Int64, ctas: Int32):
 
 
 def counter(counters: Int64, i: int) -> cute.Pointer:
-    """Word i of the counters."""
+    """Returns the address of word i of the counters."""
     return cute.make_ptr(Int32, counters + 4 * i, AddressSpace.gmem, assumed_align=4)

@@ -17,7 +17,7 @@ from cute_kernels.sink.spec import ROWS, SinkQuerySpec
 
 
 def view(field, layout) -> cute.Tensor:
-    """A field of shared memory as a tensor."""
+    """Returns a field of shared memory as a tensor."""
     return field.get_tensor(layout.outer, swizzle=layout.inner)
 
 
@@ -28,7 +28,7 @@ def start(smem, edges: cutlass.Constexpr[Pipelines], tmas: tuple, warp_idx: Int3
         for tma in tmas:
             cpasync.prefetch_descriptor(tma.atom)
     if tidx == 0:
-        smem.work_full.data_ptr()  # a method of smem: in branches that call one, the DSL derives field addresses anew
+        smem.work_full.data_ptr()  # in a branch that calls a method of smem, the DSL derives field addresses anew
         initialize(smem, edges)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
@@ -38,7 +38,7 @@ def start(smem, edges: cutlass.Constexpr[Pipelines], tmas: tuple, warp_idx: Int3
 
 
 class QueryLayouts(NamedTuple):
-    """Layouts in shared memory."""
+    """Layouts in shared memory of a query-stationary kernel."""
 
     q: Any  # Q, and dO: (64, d, q_stages)
     out: Any  # O or dQ: (64, d, warpgroups)
@@ -74,7 +74,7 @@ def query_mmas(spec: SinkQuerySpec) -> QueryMmas:
 
 
 def query_storage(spec: SinkQuerySpec):
-    """The struct in shared memory."""
+    """Makes the struct of shared memory of a query-stationary kernel."""
     layouts, dtype = query_layouts(spec), DTYPES[spec.dtype]
     d_out_size = cute.cosize(layouts.q) if spec.row_operands == 2 else 0
 
@@ -100,7 +100,7 @@ def query_storage(spec: SinkQuerySpec):
 
 
 class QueryViews(NamedTuple):
-    """Fields that the load warp fills; d_out is None in the forward."""
+    """Tensors that the load warp fills; d_out is None in the forward."""
 
     q: cute.Tensor
     d_out: Any
@@ -123,11 +123,11 @@ def query_views(smem, spec: SinkQuerySpec) -> QueryViews:
 
 
 class KeyLayouts(NamedTuple):
-    """Layouts in shared memory."""
+    """Layouts in shared memory of the key-stationary kernel."""
 
     kv: Any  # K, and V: (keys of the CTA, d, 1)
     q: Any  # Q, and dO: (queries, d, stages)
-    d_s: Any  # dS^T: (keys of the CTA, queries, 2); of a pair 4: own and other's of two query tiles
+    d_s: Any  # dS^T: (keys of the CTA, queries, 2); in a pair 4: of two query tiles, own dS and the other CTA's
     stats: Any  # L and delta: (queries, 1, 2, stages)
 
 
@@ -153,7 +153,7 @@ def key_layouts(spec: SinkBackwardSpec) -> KeyLayouts:
 
 
 class KeyViews(NamedTuple):
-    """Fields that the load warp fills; peer_k is None unless CTAs form pairs."""
+    """Tensors that the load warp fills; peer_k is None unless CTAs form pairs."""
 
     k: cute.Tensor
     v: cute.Tensor
@@ -177,7 +177,7 @@ def key_views(smem, spec: SinkBackwardSpec) -> KeyViews:
 
 
 def peer_k_layout(spec: SinkBackwardSpec):
-    """Returns the layout, in a pair, of half of the columns of the other CTA's K, (keys of the CTA, 64, 1)."""
+    """Returns the layout of half of the columns of the other CTA's K, in a pair: (keys of the CTA, 64, 1)."""
     shape = (ROWS, spec.keys_of_cta, spec.columns)
     return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, DTYPES[spec.dtype], 1)
 
@@ -194,7 +194,7 @@ def key_mmas(spec: SinkBackwardSpec) -> KeyMmas:
 
 
 def key_storage(spec: SinkBackwardSpec):
-    """The struct in shared memory: 225 KB fused at d 128, 226 KB fused at d 64, of 227 KB."""
+    """Makes the struct of shared memory. If fused, it has 226 KB (d 64) or 225 KB (d 128) of 227 KB."""
     layouts, dtype = key_layouts(spec), DTYPES[spec.dtype]
     ds_size = cute.cosize(layouts.d_s) if spec.fused else 64
     dkv_size = 0 if spec.reuses else cute.cosize(layouts.kv)

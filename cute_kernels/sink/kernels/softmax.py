@@ -1,4 +1,4 @@
-"""Softmax of a tile of scores in the forward, for the two rows that a thread has; see attend.py."""
+"""Softmax of a tile of scores in the forward, for the two rows of a thread; attend.py calls it."""
 
 import cutlass
 import cutlass.cute as cute
@@ -6,24 +6,24 @@ from cutlass import Float32, Int32
 
 from cute_kernels.device import softmax, wgmma
 
-RESCALE_THRESHOLD = 8.0  # log2 of how far a maximum may grow before row_max follows, and so of how large P may be
+RESCALE_THRESHOLD = 8.0  # log2 of the growth of a maximum that moves row_max, and so of the largest P
 
 
 @cute.jit
 def exp2_once(x: Float32) -> Float32:
-    """2^x by the MUFU, in an instruction that the compiler does not duplicate.
+    """Returns 2^x from the MUFU, by an instruction that the compiler does not duplicate.
 
-    It makes a second copy of an ordinary one after the loop, and keeps the arguments in registers for it.
+    The compiler copies an ordinary exp2 behind the loop, and keeps its argument in a register for that.
     """
     return cute.arch.inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
 @cute.jit
 def keep_before_wait(row_sum: cute.Tensor):
-    """Keeps the exponentials before the wait that follows. The branch is never taken: sums are not negative.
+    """Keeps the exponentials before the wait that follows, by a branch that is never taken: sums are not negative.
 
-    ptxas moves a wait for products up over arithmetic that does not need them, here to before the maxima, and the
-    softmax would no longer overlap with PV. It does not move a wait over a branch.
+    ptxas moves a wait up over arithmetic that does not need the products, here to before the maxima. Then the softmax
+    would not overlap with PV. ptxas does not move a wait over a branch.
     """
     if cute.arch.vote_any_sync(row_sum[0] + row_sum[1] < 0.0):
         cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Int32(0)])
@@ -39,8 +39,8 @@ def exponentiate(
 ):
     """Turns S into P and updates row_max and row_sum; O has to be multiplied by `alpha`.
 
-    row_max follows a larger score only when that is more than 2^8 ahead: P stays below 2^8, which float16 and bfloat16
-    hold as well as 1, and O is hardly ever rescaled.
+    row_max moves only for a score that is more than 8 ahead, in units of log2. P is at most 2^8, which float16 and
+    bfloat16 hold as precisely as 1, and O is hardly ever rescaled.
     """
     s = wgmma.by_row(acc_s)
     columns = cute.size(s, mode=[1])
@@ -50,7 +50,7 @@ def exponentiate(
             peak = cute.arch.fmax(peak, s[r, c])
         peak = cute.arch.warp_reduction_max(peak, threads_in_group=4)
         old = row_max[r]
-        # -inf - -inf is NaN, which is not above: a row without keys so far keeps -inf
+        # -inf - -inf is NaN, and no NaN is above the threshold: a row without keys so far keeps -inf
         new = cutlass.select_((peak - old) * scale_log2 > RESCALE_THRESHOLD, peak, old)
         row_max[r] = new
         shift = softmax.finite(new) * scale_log2

@@ -1,16 +1,16 @@
-"""The list of work tiles of packed sequences: blocks of queries or of keys, those with most work first.
+"""Makes the list of work tiles of packed sequences: blocks of queries or of keys, those with most work first.
 
-The launch also fills rows that no kernel after it writes: those past the last sequence of a padded tensor.
+The launch also fills the rows of a padded tensor past its last sequence, which no later kernel writes.
 
-One CTA sorts by counting. The work of a block is the number of tokens of the other side that it meets, in 1024 bins
-of equal width; within a bin the order is that in which threads arrive, which changes only which CTA computes what.
+One CTA sorts by counting. The work of a block is the number of tokens of the other side that it meets. It is counted
+in 1024 bins of equal width. The order within a bin is any, which changes only which CTA computes what.
 
-Roles (512 threads): a warp takes a sequence, its lanes the blocks. Three steps with __syncthreads between them: count
-the blocks of each bin; the first warp turns counts into first places, 32 bins a lane; every block takes its place.
-The other FILLERS CTAs take padding rows in turn; where there are none they read one border and end.
+Roles (512 threads): a warp takes a sequence, and its lanes take the blocks. The sort has three steps, with
+__syncthreads between them: count the blocks of each bin; the first warp turns counts into first entries, 32 bins a
+lane; every block takes an entry. The other FILLERS CTAs fill padding rows in turn. Without such rows they end.
 
-Borders may be any int32 when a CUDA graph is replayed. Sequences end at the last token at most. Where they overlap, so
-that they add up to more tokens than there are, the list is empty: it has room for all of their blocks otherwise.
+Borders may be any int32 when a CUDA graph is replayed. Sequences are clamped to the last token. If they overlap, so
+that they add up to more tokens than there are, the list is empty. Otherwise it has room for all of their blocks.
 """
 
 from typing import NamedTuple
@@ -26,26 +26,26 @@ from cute_kernels.sink.kernels import masks, views
 from cute_kernels.sink.spec import SinkWorkListSpec
 
 THREADS, BINS = 512, 1024
-FILLERS = 64  # CTAs; each stores 512 words at a time
-ZERO, MINUS_INF = 0, -(1 << 23)  # bits of float32; those of 0 are two 0 of 16 bits
+FILLERS = 64  # CTAs that fill; each stores 512 words at a time
+ZERO, MINUS_INF = 0, -(1 << 23)  # bits of float32 values; two 16-bit zeros have the bits of ZERO too
 WARPS, PER_LANE = THREADS // 32, BINS // 32
 MANY = 1 << 30  # tokens, more than any call has
 
 
 class Tokens(NamedTuple):
-    """Tokens of a sequence on the listed side, and on the other side."""
+    """Number of tokens of a sequence on the side that the list is for, and on the other side."""
 
     listed: Int32
     other: Int32
 
 
 class Padding(NamedTuple):
-    """Tensors without gaps whose rows past the last sequence are filled: addresses, 0 for none, and words of a row."""
+    """Contiguous tensors whose rows past the last sequence are filled: addresses, 0 for none, and words of a row."""
 
-    queries: Int64  # the output or the gradient of q: 0
-    lses: Int64  # -inf
-    keys: Int64  # the gradient of k: 0
-    values: Int64  # that of v: 0
+    queries: Int64  # the output or the gradient of q, filled with 0
+    lses: Int64  # filled with -inf
+    keys: Int64  # the gradient of k, filled with 0
+    values: Int64  # the gradient of v, filled with 0
     query_words: Int32
     heads: Int32  # words of a row of lses
     key_words: Int32
@@ -58,7 +58,7 @@ class SinkWorkListKernel:
         self.spec = spec
 
     def fake_arguments(self) -> tuple:
-        """Shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
+        """Returns shapes, strides and alignments that the compiled callable accepts, in the order of `__call__`."""
         ends = cute.sym_int()
         cu_q, cu_k = (make_fake_tensor(Int32, (ends,), (1,), assumed_align=4) for _ in range(2))
         work = make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8)
@@ -85,15 +85,15 @@ class SinkWorkListKernel:
         key_words: Int32,
         stream: cuda.CUstream,
     ):
-        """One launch of 1 + FILLERS CTAs.
+        """Launches 1 + FILLERS CTAs.
 
         mCuQ, mCuK  (batch + 1,) int32
         mWork    (entries + 1, 2) int32; entries is at least listed / rows + batch
         rows     tokens of a block
         window   keys that a query sees at most, 2^30 where there is no window
         causal   1 or 0
-        listed   tokens of the listed side, of all sequences
-        other    those of the other side
+        listed   tokens of all sequences on the side that the list is for
+        other    tokens of all sequences on the other side
         queries ... key_words  as in `Padding`
         """
         padding = Padding(queries, lses, keys, values, query_words, heads, key_words)
@@ -116,7 +116,7 @@ class SinkWorkListKernel:
         padding: Padding,
     ):
         cta, _, _ = cute.arch.block_idx()
-        smem = SmemAllocator()  # one: each begins at the first byte
+        smem = SmemAllocator()  # one for all: each allocator begins at the first byte
         bins = smem.allocate_array(Int32, BINS, byte_alignment=16)
         sTokens = smem.allocate_tensor(Int32, cute.make_layout(WARPS))
         if cta == 0:
@@ -156,7 +156,7 @@ class SinkWorkListKernel:
         bins: cute.Pointer,
         sTokens: cute.Tensor,
     ):
-        """Writes the list; `bins` and `sTokens` are shared memory."""
+        """Sorts the blocks and writes the list; `bins` and `sTokens` are shared memory."""
         tidx, _, _ = cute.arch.thread_idx()
         lane, warp_idx = tidx % 32, tidx // 32
         sBins = cute.make_tensor(bins, cute.make_layout(BINS))
@@ -223,7 +223,7 @@ class SinkWorkListKernel:
 
     @cute.jit
     def bin_of(self, tokens: Tokens, block: Int32, rows: Int32, window: Int32, reach: Int32, shift: Int32) -> Int32:
-        """Bin of a block: 0 has the most work."""
+        """Returns the bin of a block; bin 0 has the most work."""
         mine, other = tokens
         first = block * rows
         last = cutlass.min(first + rows, mine) - 1

@@ -139,21 +139,21 @@ def test_key_follows_each_source(monkeypatch: pytest.MonkeyPatch, fresh_facts: N
 def test_sources_are_followed_from_import_to_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Imports inside functions count, imports for types alone do not."""
     files = {
-        "room/__init__.py": "",
-        "room/kernel.py": "import math\nfrom room import part\nfrom typing import TYPE_CHECKING\n"
-        "if TYPE_CHECKING:\n    from room.op import f\n",
-        "room/part.py": "def g():\n    from . import late\n    return late\n",
-        "room/late.py": "X = 1\n",
-        "room/op.py": "def f(): ...\n",
-        "alone.py": "import room\n",
+        "sample/__init__.py": "",
+        "sample/kernel.py": "import math\nfrom sample import part\nfrom typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from sample.op import f\n",
+        "sample/part.py": "def g():\n    from . import late\n    return late\n",
+        "sample/late.py": "X = 1\n",
+        "sample/op.py": "def f(): ...\n",
+        "alone.py": "import sample\n",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert [file.name for file in cache.sources("room.kernel")] == ["__init__.py", "kernel.py", "late.py", "part.py"]
+    assert [file.name for file in cache.sources("sample.kernel")] == ["__init__.py", "kernel.py", "late.py", "part.py"]
     assert [file.name for file in cache.sources("alone")] == ["alone.py"]
-    sys.modules.pop("room", None)
+    sys.modules.pop("sample", None)
 
 
 def test_module_that_does_not_exist_is_named() -> None:

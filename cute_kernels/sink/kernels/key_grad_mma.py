@@ -60,7 +60,7 @@ class QueryTiles(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A consumer thread: number of its CTA in the pair, of its warpgroup, and of the thread in the warpgroup."""
+    """Numbers of a consumer thread: of its CTA in the pair, of its warpgroup, and of the thread in that."""
 
     rank: Int32
     wg: Int32

@@ -127,7 +127,7 @@ class KeyLayouts(NamedTuple):
 
     kv: Any  # K, and V: (keys of the CTA, d, 1)
     q: Any  # Q, and dO: (queries, d, stages)
-    d_s: Any  # dS^T: (keys of the CTA, queries, 2); in a pair 4: of two query tiles, own dS and the other CTA's
+    d_s: Any  # dS^T: (keys of the CTA, queries, 2); in a pair 4, not 2: own dS and the other's, of two query tiles
     stats: Any  # L and delta: (queries, 1, 2, stages)
 
 

@@ -2,8 +2,8 @@
 
 The launch also fills the rows of a padded tensor past its last sequence, which no later kernel writes.
 
-One CTA sorts by counting. The work of a block is the number of tokens of the other side that it meets. It is counted
-in 1024 bins of equal width. The order within a bin is any, which changes only which CTA computes what.
+One CTA sorts by counting, in 1024 bins of equal width. The work of a block is the number of tokens of the other side
+that it meets. Within a bin blocks have the order in which threads arrive; this changes only which CTA computes what.
 
 Roles (512 threads): a warp takes a sequence, and its lanes take the blocks. The sort has three steps, with
 __syncthreads between them: count the blocks of each bin; the first warp turns counts into first entries, 32 bins a

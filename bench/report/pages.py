@@ -63,7 +63,9 @@ def _of_each_card(table: Callable[[Record], list[str]]) -> Callable[[Recorded], 
 
 def _side_by_side(table: Callable[[Record], tables.Columns]) -> Callable[[Recorded], list[str]]:
     """Makes one table of all cards, by their short names."""
-    return lambda found: tables.side_by_side({record["card"].split()[1]: table(record) for record in found.cards})
+    return lambda found: tables.side_by_side(
+        {records.card_slug(record["card"]).upper(): table(record) for record in found.cards}
+    )
 
 
 def _speeds(part: str) -> Callable[[Recorded], list[str]]:

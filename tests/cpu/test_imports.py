@@ -16,12 +16,12 @@ MODULES = {
     for package in ("cute_kernels", "fp8_mla")
     for file in sorted((ROOT / package).rglob("*.py"))
 }
-# subpackages of cute_kernels that are no system's; each is a layer
+# package directories of cute_kernels that are no system's; each is a layer
 SHARED = ("budget", "compat", "device", "distributed", "integrations", "runtime", "warm")
-# files of a system's subpackage by the end of their names: append_op.py is an op. launch_*.py is a launch; kernels/ is
-# device code
+# files of a system's package directory by the end of their names: append_op.py is an op. launch_*.py is a launch;
+# kernels/ is device code
 FILE_KINDS = ("checks", "codes", "launch", "layouts", "op", "plan", "reference", "request", "spec")
-# second designs inside a subpackage. They import its kernels; only its op and launches import them, and its
+# second designs inside a package directory. They import its kernels; only its op and launches import them, and its
 # plan imports their spec
 DESIGNS = ("crossover", "latent")
 
@@ -30,7 +30,7 @@ PROJECT = {
     "fp8_mla": {"formats", "fp8_mla"},
     "formats": set(),  # plain Python, for everyone
     "public": {"op", "warm"},  # cute_kernels itself: the names that users import
-    "subpackage": set(),
+    "package directory": set(),
     "codes": {"device"},  # imported where a kernel is traced
     "spec": {"codes", "formats", "layouts", "spec"},
     "device": {"device", "formats"},
@@ -87,7 +87,7 @@ def layer(module: str) -> str | None:
         return "kernels"
     if file.startswith("launch_"):
         return "launch"
-    return next((kind for kind in FILE_KINDS if file.split("_")[-1] == kind), None) if file else "subpackage"
+    return next((kind for kind in FILE_KINDS if file.split("_")[-1] == kind), None) if file else "package directory"
 
 
 def imports(module: str, source: str, is_package: bool = False) -> Iterator[str]:
@@ -108,7 +108,8 @@ def violations(module: str, source: str, is_package: bool = False) -> list[str]:
     """Descriptions of imports that go against the direction."""
     here = layer(module)
     if here is None:
-        return [f"{module}: a subpackage's file is in kernels/, is one of {', '.join(FILE_KINDS)} or ends in _ and one"]
+        kinds = ", ".join(FILE_KINDS)
+        return [f"{module}: a file of a package directory is in kernels/, is one of {kinds} or ends in _ and one"]
     found = []
     for name in imports(module, source, is_package):
         top = name.partition(".")[0]
@@ -118,7 +119,7 @@ def violations(module: str, source: str, is_package: bool = False) -> list[str]:
                 found.append(f"{module} ({here}) imports {name} ({there})")
             elif any(f".{design}." in name and f".{design}." not in module for design in DESIGNS):
                 if here not in ("op", "launch") and (here, there) != ("plan", "spec"):
-                    found.append(f"{module} imports {name}, which is for the op and the plan of its subpackage")
+                    found.append(f"{module} imports {name}, which is for the op and the plan of its package directory")
         elif top in HEAVY and top not in OUTSIDE.get(here, set()):
             found.append(f"{module} ({here}) imports {name}")
     return found

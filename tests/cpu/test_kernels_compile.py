@@ -24,7 +24,7 @@ SPEC_MODULES = sorted(
     ".".join(file.relative_to(ROOT).with_suffix("").parts) for file in (ROOT / "cute_kernels").rglob("*spec.py")
 )
 MODULES = [importlib.import_module(module) for module in SPEC_MODULES]
-# a subpackage with many similar kernels names those that represent them
+# a package directory with many similar kernels names those that represent them
 SHIPPED = [spec for module in MODULES for spec in getattr(module, "covering_specs", module.shipped_specs)()]
 # kernels for compat.flash_mla differ from these in one constant. Listed are each kernel class and the specs without a
 # spare register
@@ -106,7 +106,7 @@ def problems_of(spec: Any, code: SassReport) -> list[str]:
     return []
 
 
-def test_every_subpackage_ships_specs() -> None:
+def test_every_package_directory_ships_specs() -> None:
     assert {"cute_kernels.mla.spec", "cute_kernels.mla.append_spec", "cute_kernels.merge.spec"} <= set(SPEC_MODULES)
     for module in SPEC_MODULES:
         specs = importlib.import_module(module).shipped_specs()

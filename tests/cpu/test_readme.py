@@ -65,7 +65,7 @@ def test_paths_that_contributing_names_exist() -> None:
     named = {name for name in re.findall(r"`([\w./]+)`", _prose(CONTRIBUTING)) if "/" in name}
     made = ("build/", ".venv/")  # not in a fresh checkout
     package = ROOT / "cute_kernels"
-    places = (ROOT, package, *(path for path in package.iterdir() if path.is_dir()))  # also subpackages
+    places = (ROOT, package, *(path for path in package.iterdir() if path.is_dir()))  # also package directories
     missing = {name for name in named if not any((place / name).exists() for place in places)}
     assert not {name for name in missing if not name.startswith(made)}
 

@@ -221,7 +221,7 @@ class ConsumerWarp:
             self.qk.store_part(acc_s[0], parts, thread)
         v_address = address + spec.tile("k").size
         raw = [self.pv.load_v(self.pv.block_address("v", v_address, block), thread) for block in blocks]
-        # an arrival may overtake loads that wait behind others, and TMA would overwrite these rows with the next tile
+        # without it the arrival may precede queued loads of V, and TMA overwrites the stage with the next key tile
         cute.arch.fence_proxy("async.shared", space="cta")
         self.kv.release(smem, slot)
         if const_expr(spec.d_split > 1):
